@@ -1,0 +1,36 @@
+"""Every error raised on purpose, one class per cause.
+
+Errors about what the caller gave are also `ValueError`, and `TypeError` where its type was wrong.
+"""
+
+
+class WholeBatchError(Exception):
+    """Base of every error that wholebatch raises on purpose."""
+
+
+class OptionError(WholeBatchError, ValueError):
+    """An option has a value that cannot be used, such as `micro_batch_size=0`."""
+
+
+class OptionTypeError(OptionError, TypeError):
+    """An option has the wrong type, such as `micro_batch_size="8"`."""
+
+
+class BatchError(WholeBatchError, ValueError):
+    """The batch cannot be cut along its rows, or there is nothing in it."""
+
+
+class LossError(WholeBatchError, ValueError):
+    """What the loss function returned cannot be summed over the pieces of a batch."""
+
+
+class LossTypeError(LossError, TypeError):
+    """The loss function returned something that is not a loss."""
+
+
+class CountError(LossError):
+    """The counts that normalise a loss are negative, missing or contradict one another."""
+
+
+class NonFiniteError(WholeBatchError, ArithmeticError):
+    """A loss, a count or the gradient norm is infinite or not a number."""

@@ -1,0 +1,166 @@
+"""Check: is a split exact on this model? Compute both gradients and compare them.
+
+    error = max |split - whole| / max |whole|
+
+over every entry of every parameter; in float64 where the model allows it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .._errors import BatchError
+from .._plan import balanced, check_sizes
+from ._accumulator import Accumulator
+from ._cut import rows_between, rows_of, to_device
+from ._loss import read
+from ._model import Model, only_device
+from ._report import Report
+from ._state import Snapshot
+from ._sums import GradientSums
+from ._wide import in_float64, widen
+from ._window import Window
+
+LossFunction = Callable[[Any], Any]
+Gradients = dict[str, Tensor]
+
+_ROWS = 7  # a prime, so that pieces are ragged
+
+
+def check(
+    model: nn.Module | Iterable[nn.Module] | Iterable[Tensor],
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    micro_batch_size: int | None = None,
+) -> Report:
+    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
+
+    Parameters, buffers, gradients and random generators are as before afterwards.
+
+    Args:
+        model: as for `Accumulator`.
+        loss_fn: as for `Accumulator.backward`.
+        batch: as for `Accumulator.backward`, but no `Window`; a few of its rows are used.
+        micro_batch_size: a size to try besides the usual ones.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> x, y = torch.randn(50, 4), torch.randn(50, 1)
+    >>> check(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y)).exact
+    True
+    """
+    check_sizes(micro_batch_size, None)
+    if isinstance(batch, Window):
+        raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
+    judged = Model(model)
+    rows = min(rows_of(batch), max(_ROWS, 2 * (micro_batch_size or 0) + 1))
+    cuts = {min(pieces, rows) for pieces in (2, 3, rows)}
+    if micro_batch_size is not None:
+        cuts.add(len(balanced(rows, micro_batch_size=micro_batch_size)))
+    part = to_device(rows_between(batch, 0, rows), only_device(judged.parameters()))
+    try:
+        with _untouched(judged) as sums, in_float64(judged):
+            return _compare(judged, loss_fn, widen(part), rows, sorted(cuts), sums)
+    except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
+        with _untouched(judged) as sums:
+            return _compare(judged, loss_fn, part, rows, sorted(cuts), sums)
+
+
+def tolerance(dtype: torch.dtype, pieces: int) -> float:
+    """How far two ways of adding up the same `pieces` may lie apart, relative to the largest entry."""
+    return 1e-12 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps * math.sqrt(pieces)
+
+
+@contextmanager
+def _untouched(model: Model) -> Iterator[GradientSums]:
+    """Gradients, buffers and random states are afterwards as they were."""
+    state = Snapshot(model)
+    sums = GradientSums(model.parameters())
+    try:
+        yield sums
+    finally:
+        sums.restore()
+        state.restore()
+
+
+def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: list[int], sums: GradientSums) -> Report:
+    def unsplit() -> None:
+        """Plain autograd, on purpose: nothing of what is being judged."""
+        terms = read(loss_fn(part), rows).terms.values()
+        objective = torch.stack([term.weight * term.value / term.count for term in terms]).sum()
+        sums.adopt(objective)
+        objective.backward()
+
+    def split(pieces: int) -> None:
+        accumulator = Accumulator(model.members, num_micro_batches=pieces)
+        accumulator.judged = True
+        accumulator.backward(loss_fn, part)
+
+    start = Snapshot(model)
+    whole = _gradients(model, unsplit)
+    by_cut: dict[int, dict[str, float]] = {}
+    for pieces in cuts:
+        start.restore()
+        by_cut[pieces] = _errors(whole, _gradients(model, lambda: split(pieces)))  # noqa: B023
+    worst = {name: max(errors[name] for errors in by_cut.values()) for name in whole}
+    error = max(worst.values(), default=0.0)
+
+    dtype = torch.float64
+    if not error <= tolerance(dtype, max(cuts)):
+        start.restore()
+        with _LeastPrecise() as seen:
+            unsplit()
+        dtype = seen.dtype
+    allowed = tolerance(dtype, max(cuts))
+    return Report(
+        exact=error <= allowed,
+        error=error,
+        tolerance=allowed,
+        dtype=dtype,
+        parameters=dict(sorted(worst.items(), key=lambda item: -item[1])),
+        cuts={pieces: max(errors.values(), default=0.0) for pieces, errors in by_cut.items()},
+        rows=rows,
+    )
+
+
+def _gradients(model: Model, run: Callable[[], None]) -> Gradients:
+    """Each parameter's gradient after `run`; zeros where it has none."""
+    named = {name: p for name, p in model.named_parameters().items() if p.requires_grad}
+    for parameter in named.values():
+        parameter.grad = None
+    run()
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        for name, parameter in named.items()
+    }
+
+
+def _errors(whole: Gradients, split: Gradients) -> dict[str, float]:
+    """Each parameter's largest difference, over the largest entry of the model."""
+    scale = max((_largest(gradient) for gradient in whole.values()), default=0.0) or 1.0
+    return {name: _largest(split[name] - whole[name]) / scale for name in whole}
+
+
+def _largest(entries: Tensor) -> float:
+    return entries.abs().max().item() if entries.numel() else 0.0
+
+
+class _LeastPrecise(TorchDispatchMode):
+    """Watches which floating point types operations compute in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
+                self.dtype = max(self.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return returned

@@ -1,0 +1,94 @@
+"""Cut: a batch becomes pieces along its rows.
+
+Rows are the leading axis of the batch's tensors, which must agree on its length. 0-d tensors and everything
+that is not a tensor go whole to each piece. Pieces are views, made and moved to the model's device one at a
+time.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._errors import BatchError
+from .._plan import balanced
+from ._tree import map_tensors, tensors
+from ._window import Window
+
+
+class Cut:
+    """A batch with its plan: iterate to get `(piece, rows)`; rows are None where they cannot be told."""
+
+    def __init__(self, batch: Any, micro_batch_size: int | None, num_micro_batches: int | None) -> None:
+        self._batch = batch
+        self.sizes: Sequence[int | None]
+        if isinstance(batch, Window):
+            self.sizes = [_shared_rows(piece)[0] for piece in batch]
+        else:
+            self.sizes = balanced(
+                rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
+            )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the whole batch, where every piece's are known."""
+        known = [size for size in self.sizes if size is not None]
+        return sum(known) if len(known) == len(self.sizes) else None
+
+    def __iter__(self) -> Iterator[tuple[Any, int | None]]:
+        if isinstance(self._batch, Window):
+            yield from zip(self._batch, self.sizes, strict=True)
+            return
+        start = 0
+        for size in self.sizes:
+            assert size is not None
+            stop = start + size
+            yield rows_between(self._batch, start, stop), size
+            start = stop
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows the batch has, or an error that says why it cannot be cut."""
+    rows, problem = _shared_rows(batch)
+    if rows is None:
+        raise BatchError(problem)
+    if rows == 0:
+        raise BatchError("the batch is empty: its tensors have 0 rows")
+    return rows
+
+
+def rows_between(batch: Any, start: int, stop: int) -> Any:
+    """The rows from `start` to `stop` of every tensor in the batch, as views."""
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
+
+
+def to_device(piece: Any, device: torch.device | None) -> Any:
+    """A piece on the model's device. Only a copy away from the host may run ahead of it safely."""
+    if device is None:
+        return piece
+    ahead = device.type != "cpu"
+    return map_tensors(
+        lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=ahead), piece
+    )
+
+
+def _shared_rows(piece: Any) -> tuple[int | None, str]:
+    """How many rows the tensors agree on, or None and what stands against it."""
+    rows: int | None = None
+    first = ""
+    for path, tensor in tensors(piece):
+        if not tensor.dim():
+            continue
+        if rows is None:
+            rows, first = tensor.shape[0], path
+        elif tensor.shape[0] != rows:
+            return None, f"batch rows differ: {first} has {rows}, {path} has {tensor.shape[0]}"
+    if rows is None:
+        return (
+            None,
+            f"no tensor with rows in the batch, which is a {type(piece).__name__}: there is nothing to cut",
+        )
+    return rows, ""

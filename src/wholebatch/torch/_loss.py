@@ -1,0 +1,152 @@
+"""What a loss function may return, read into terms.
+
+    a scalar          the mean over the piece's rows:  total = rows · scalar,  count = rows
+    Mean(total, n)    total,  count = n
+    Sum(total)        total,  not divided
+    a mapping         several terms by name, each divided by its own count
+    (loss, metrics)   metrics are read the same way, reported and not differentiated
+
+Reading never looks at a value on a device, so it never waits for one.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import CountError, LossError, LossTypeError
+from .._mean import Mean, Sum
+
+Number = int | float
+Count = Number | Tensor
+
+ONLY_TERM = "loss"
+"""The name of the term of a loss that is not a mapping."""
+
+
+class Per(Enum):
+    """What a term is divided by."""
+
+    ROWS = "rows"
+    OWN_COUNT = "its own count"
+    NOTHING = "nothing"
+
+
+@dataclass(slots=True)
+class Term:
+    """One piece's part of a term: `weight · value` of the total and `count` of the count."""
+
+    value: Tensor
+    weight: int
+    count: Count
+    per: Per
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the loss function said of one piece."""
+
+    terms: dict[str, Term]
+    metrics: dict[str, Term]
+
+
+def read(returned: Any, rows: int | None) -> Reading:
+    """The terms and metrics in what a loss function returned for a piece of `rows` rows."""
+    metrics: dict[str, Term] = {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned, given = returned
+        metrics = {name: _metric(name, value, rows) for name, value in _named(given, "metrics").items()}
+    if isinstance(returned, Mapping):
+        terms = {name: _term(f"term {name!r}", value, rows) for name, value in _named(returned, "terms").items()}
+        if not terms:
+            raise LossError("the loss function returned a mapping with no terms")
+    else:
+        terms = {ONLY_TERM: _term("the loss", returned, rows)}
+    return Reading(terms, metrics)
+
+
+def _term(what: str, value: Any, rows: int | None) -> Term:
+    if isinstance(value, Mean):
+        return Term(_scalar(f"the total of {what}", value.total), 1, _count(what, value.count), Per.OWN_COUNT)
+    if isinstance(value, Sum):
+        return Term(_scalar(f"the total of {what}", value.total), 1, 1, Per.NOTHING)
+    value = _scalar(what, value)
+    if rows is None:
+        raise LossError(
+            f"{what} is a scalar, a mean over rows, but the rows of this piece are not known: return "
+            "Mean(total, count), or tell them with .add(loss, rows=...)"
+        )
+    return Term(value, rows, rows, Per.ROWS)
+
+
+def _metric(name: str, value: Any, rows: int | None) -> Term:
+    """Metrics are not differentiated, so plain numbers do as well."""
+    what = f"metric {name!r}"
+    if isinstance(value, Mean) and isinstance(value.total, numbers.Real):
+        value = Mean(torch.tensor(float(value.total)), value.count)
+    elif isinstance(value, Sum) and isinstance(value.total, numbers.Real):
+        value = Sum(torch.tensor(float(value.total)))
+    elif isinstance(value, numbers.Real):
+        value = torch.tensor(float(value))
+    return _term(what, value, rows)
+
+
+def _scalar(what: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise LossTypeError(
+            f"{what} must be a scalar tensor, a Mean, a Sum or a mapping of these, got "
+            f"{_described(value)} of type {type(value).__name__}"
+        )
+    if value.dim():
+        raise LossError(
+            f"{what} must be a scalar, got shape {tuple(value.shape)}: return Mean.of(loss) for the mean of "
+            "its entries, or loss.mean() where every row counts the same"
+        )
+    if value.is_complex():
+        raise LossError(f"{what} must be real, got {value.dtype}")
+    return value
+
+
+def _count(what: str, count: Any) -> Count:
+    if isinstance(count, Tensor):
+        if count.dim():
+            raise CountError(f"the count of {what} must be a scalar, got shape {tuple(count.shape)}: sum it first")
+        if count.requires_grad:
+            raise CountError(
+                f"the count of {what} requires grad: a count is a constant of the batch; "
+                "detach it, or keep the ratio inside a loss that is not split"
+            )
+        return count
+    if not isinstance(count, numbers.Real):
+        raise CountError(
+            f"the count of {what} must be a number or a scalar tensor, got {_described(count)} "
+            f"of type {type(count).__name__}"
+        )
+    number = int(count) if isinstance(count, numbers.Integral) else float(count)
+    if number < 0 or not math.isfinite(number):
+        raise CountError(f"the count of {what} must be finite and not negative, got {number}")
+    return number
+
+
+def read_counts(given: Any, what: str = "counts=") -> dict[str, Count]:
+    """What the user's `counts=` said of one piece, by term."""
+    if not isinstance(given, Mapping):
+        given = {ONLY_TERM: given}
+    return {name: _count(f"term {name!r} in {what}", count) for name, count in _named(given, what).items()}
+
+
+def _named(mapping: Mapping[Any, Any], what: str) -> Mapping[str, Any]:
+    for key in mapping:
+        if not isinstance(key, str):
+            raise LossTypeError(f"{what} are named by strings, got the key {key!r} of type {type(key).__name__}")
+    return mapping
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

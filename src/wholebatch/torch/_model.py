@@ -1,0 +1,61 @@
+"""What a user calls a model: a module, several modules, or parameters alone."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import OptionTypeError
+
+
+class Model:
+    """The modules and parameters that a gradient is for.
+
+    Parameters are looked up anew for every batch, since people freeze them and add to them while they train.
+    """
+
+    def __init__(self, model: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> None:
+        if isinstance(model, Tensor) or not isinstance(model, nn.Module | Iterable):
+            raise _not_a_model(model)
+        members: list[Any] = [model] if isinstance(model, nn.Module) else list(model)
+        self.members = members
+        self.modules = [member for member in members if isinstance(member, nn.Module)]
+        self._loose = [member for member in members if isinstance(member, Tensor)]
+        if not members or len(self.modules) + len(self._loose) < len(members):
+            raise _not_a_model(model if isinstance(model, nn.Module) else members)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Every parameter once, by name."""
+        seen: set[int] = set()
+        named: dict[str, Tensor] = {}
+        for i, module in enumerate(self.modules):
+            prefix = f"{i}." if len(self.modules) > 1 else ""
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named[prefix + name] = parameter
+        for i, loose in enumerate(self._loose):
+            if id(loose) not in seen:
+                seen.add(id(loose))
+                named[f"parameter {i}"] = loose
+        return named
+
+    def parameters(self) -> list[Tensor]:
+        """Every parameter once."""
+        every: list[Tensor] = [parameter for module in self.modules for parameter in module.parameters()]
+        every += self._loose
+        return list(dict.fromkeys(every))
+
+
+def only_device(parameters: list[Tensor]) -> torch.device | None:
+    """The device of all parameters, or None where they sit on several."""
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _not_a_model(model: Any) -> OptionTypeError:
+    return OptionTypeError(
+        f"model must be a module, several modules or an iterable of parameters, got {type(model).__name__}"
+        + ("" if not isinstance(model, list) else f" of {sorted({type(m).__name__ for m in model}) or 'nothing'}")
+    )

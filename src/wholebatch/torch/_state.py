@@ -1,0 +1,36 @@
+"""What a batch may disturb besides gradients: registered buffers and random generators."""
+
+import torch
+from torch import Tensor
+
+from ._model import Model
+
+
+class Snapshot:
+    """Buffers and random states as they were; `restore` brings them back after a failure."""
+
+    def __init__(self, model: Model) -> None:
+        self._owners = [(owner, dict(owner._buffers)) for module in model.modules for owner in module.modules()]
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}
+        for _, buffers in self._owners:
+            for buffer in buffers.values():
+                if buffer is not None and id(buffer) not in self._contents:
+                    self._contents[id(buffer)] = (buffer, buffer.detach().clone())
+        self._cpu_generator = torch.get_rng_state()
+        self._generators = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in {parameter.device for parameter in model.parameters()}
+            if device.type not in ("cpu", "meta")
+        }
+
+    def restore(self) -> None:
+        """Put back the buffers, by identity and by value, and the generators."""
+        for owner, buffers in self._owners:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, content in self._contents.values():
+                buffer.copy_(content)
+        torch.set_rng_state(self._cpu_generator)
+        for device, state in self._generators.items():
+            torch.get_device_module(device).set_rng_state(state, device)
