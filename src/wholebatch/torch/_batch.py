@@ -17,10 +17,11 @@ from ._ledger import Ledger
 from ._loss import Count, read
 from ._reduce import reduce
 from ._result import Result
+from ._series import Series
 from ._state import Snapshot
 from ._sums import GradientSums
 from ._tokens import refuse_ignored_labels
-from ._totals import Totals, sum_counts
+from ._totals import Totals
 from ._verdict import Verdict, judge
 
 
@@ -44,7 +45,7 @@ class OpenBatch:
         num_micro_batches: int | None = None,
         ignored_labels: Tensor | None = None,
     ) -> None:
-        self._ledger = Ledger(rows, only_piece=num_micro_batches == 1)
+        self._ledger = Ledger(rows, num_micro_batches)
         self._snapshot = snapshot
         self._ignored_labels = ignored_labels
         self._rows: int | None = 0
@@ -57,7 +58,11 @@ class OpenBatch:
                 raise CountError(
                     f"counts= names {', '.join(pieces[0])} for piece 1 and {', '.join(counts)} for piece {piece}"
                 )
-        self._ledger.counts = {name: sum_counts([counts[name] for counts in pieces]) for name in pieces[0]}
+        sums = {name: Series(len(pieces)) for name in pieces[0]}
+        for counts in pieces:
+            for name, count in counts.items():
+                sums[name].append(count)
+        self._ledger.counts = {name: series.sum() for name, series in sums.items()}
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""

@@ -98,16 +98,21 @@ def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: li
         objective.backward()
 
     def split(pieces: int) -> None:
-        accumulator = Accumulator(model.members, num_micro_batches=pieces)
+        accumulator = Accumulator(model.members, num_micro_batches=pieces, on_nonfinite="keep")
         accumulator.judged = True
         accumulator.backward(loss_fn, part)
 
     start = Snapshot(model)
     whole = _gradients(model, unsplit)
     by_cut: dict[int, dict[str, float]] = {}
+    failure = None
     for pieces in cuts:
         start.restore()
-        by_cut[pieces] = _errors(whole, _gradients(model, lambda: split(pieces)))  # noqa: B023
+        try:
+            by_cut[pieces] = _errors(whole, _gradients(model, lambda: split(pieces)))  # noqa: B023
+        except Exception as caught:  # the whole batch went well, so it is the split that this model does not bear
+            by_cut[pieces] = dict.fromkeys(whole, math.inf)
+            failure = f"{pieces} pieces: {type(caught).__name__}: {caught}"
     worst = {name: max(errors[name] for errors in by_cut.values()) for name in whole}
     error = max(worst.values(), default=0.0)
 
@@ -126,6 +131,7 @@ def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: li
         parameters=dict(sorted(worst.items(), key=lambda item: -item[1])),
         cuts={pieces: max(errors.values(), default=0.0) for pieces, errors in by_cut.items()},
         rows=rows,
+        failure=failure,
     )
 
 
@@ -143,19 +149,21 @@ def _gradients(model: Model, run: Callable[[], None]) -> Gradients:
 
 def _errors(whole: Gradients, split: Gradients) -> dict[str, float]:
     """Each parameter's largest difference, over the largest entry of the model."""
-    scale = max((_largest(gradient) for gradient in whole.values()), default=0.0) or 1.0
+    scale = max((_largest(gradient) for gradient in whole.values()), default=0.0)
+    scale = scale if 0 < scale < math.inf else 1.0
     return {name: _largest(split[name] - whole[name]) / scale for name in whole}
 
 
 def _largest(entries: Tensor) -> float:
-    return entries.abs().max().item() if entries.numel() else 0.0
+    """The largest magnitude; infinite where an entry is not a number, so that comparisons do not lose it."""
+    return entries.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item() if entries.numel() else 0.0
 
 
 class _LeastPrecise(TorchDispatchMode):
     """Watches which floating point types operations compute in."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = torch.float64
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,15 +30,15 @@ class Ledger:
 
     Args:
         rows: rows of the whole batch, where they are known beforehand.
-        only_piece: there is one piece, so its counts are the whole batch's.
+        num_pieces: the number of pieces, where it is known beforehand; a single one's counts are the batch's.
     """
 
     counts: dict[str, Count] | None = None
     """Each term's count over the whole batch, where `counts=` gave them."""
 
-    def __init__(self, rows: int | None, only_piece: bool) -> None:
+    def __init__(self, rows: int | None, num_pieces: int | None) -> None:
         self._rows = rows
-        self._only_piece = only_piece
+        self._num_pieces = num_pieces
         self._terms: dict[str, Column] = {}
         self._metrics: dict[str, Column] = {}
         self._learned: str | None = None
@@ -48,8 +48,8 @@ class Ledger:
     def enter(self, reading: Reading) -> tuple[Pass, Pass]:
         """Write a piece down; returns its backward, and another for what `Totals.factor` must not touch."""
         if not self.pieces:
-            self._terms = {name: Column(term.per) for name, term in reading.terms.items()}
-            self._metrics = {name: Column(metric.per) for name, metric in reading.metrics.items()}
+            self._terms = {name: Column(term.per, self._num_pieces) for name, term in reading.terms.items()}
+            self._metrics = {name: Column(metric.per, self._num_pieces) for name, metric in reading.metrics.items()}
             self._learned = self._learned_denominator(reading.terms)
         self.pieces += 1
         _append("terms", self._terms, reading.terms, self.pieces)
@@ -92,7 +92,7 @@ class Ledger:
             if name not in self.counts:
                 raise CountError(f"counts= gives no count for term {name!r}, only for {', '.join(self.counts)}")
             return self.counts[name]
-        return term.count if self._only_piece else None
+        return term.count if self._num_pieces == 1 else None
 
     def _learned_denominator(self, terms: dict[str, Term]) -> str | None:
         """The term whose count has to be learned; terms divided by the rows share one."""

@@ -17,6 +17,7 @@ class Report:
         parameters: the largest error of each parameter, by name, worst first.
         cuts: the largest error of each cut, by its number of pieces.
         rows: how many rows of the batch were used.
+        failure: the error that a split ran into where the whole batch did not; its cut counts as infinitely off.
     """
 
     exact: bool
@@ -26,6 +27,7 @@ class Report:
     parameters: dict[str, float]
     cuts: dict[int, float]
     rows: int
+    failure: str | None = None
 
     def __str__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
@@ -41,4 +43,6 @@ class Report:
             worst = list(self.parameters.items())[:5]
             width = max(len(name) for name, _ in worst)
             lines += ["", "worst parameters", *(f"  {name:<{width}}  {error:.1e}" for name, error in worst)]
+        if self.failure:
+            lines += ["", f"failed with {self.failure}"]
         return "\n".join(lines)

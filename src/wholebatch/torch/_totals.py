@@ -2,46 +2,41 @@
 
     total = Σ weight_k · value_k,   count = Σ count_k,   ratio = total / count
 
-Counts that are plain numbers are summed as numbers; integer tensors stay integers; everything of 16 bits is
-summed in float32. A piece whose count is 0 adds nothing, not even a NaN.
+A piece whose count is 0 adds nothing, not even a NaN.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._loss import Count, Number, Per, Term
+from ._series import Series
 
 
-@dataclass(slots=True)
 class Column:
     """One term, written down piece by piece."""
 
-    per: Per
-    values: list[Tensor] = field(default_factory=list)
-    weights: list[Number] = field(default_factory=list)
-    counts: list[Count] = field(default_factory=list)
+    def __init__(self, per: Per, expected: int | None) -> None:
+        self.per = per
+        self._values = Series(expected)
+        self._counts = Series(expected)
+        self._weights: list[Number] = []
 
     def append(self, term: Term) -> None:
-        value = term.value.detach()
-        self.values.append(torch.zeros_like(value) if is_zero(term.count) else value)
-        self.weights.append(term.weight)
-        self.counts.append(term.count)
+        self._values.append(0 if is_zero(term.count) else term.value)
+        self._counts.append(term.count)
+        self._weights.append(term.weight)
 
     def total(self) -> "Total":
-        values = _stacked(self.values)
-        weighted = values
-        if self.per is Per.ROWS:
-            weighted = _stacked(list(torch._foreach_mul(self.values, self.weights)))
-        if self.per is Per.NOTHING:
-            return Total(weighted.sum(), 1, values, None)
-        count = sum_counts(self.counts)
-        if not isinstance(count, Tensor):
-            return Total(weighted.sum(), count, values, None)
-        counts = _stacked([torch.as_tensor(count) for count in self.counts])
-        counting = torch.where(counts.to(values.device) > 0, weighted, 0)
-        return Total(counting.sum(), count, values, counts)
+        values, counts = self._values.on_device(), self._counts.on_device()
+        if values is None:  # no piece counted anything
+            values = torch.zeros(len(self._weights))
+        weighted = values * torch.tensor(self._weights).to(values) if self.per is Per.ROWS else values
+        if counts is not None:
+            weighted = torch.where(counts.to(values.device) > 0, weighted, 0)
+        count = 1 if self.per is Per.NOTHING else self._counts.sum()
+        return Total(weighted.sum(), count, values, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +81,12 @@ class Totals:
         return 1 if self.learned is None else reciprocal(self.terms[self.learned].count)
 
 
-def sum_counts(counts: list[Count]) -> Count:
-    """Their sum: a number if all are numbers, else a tensor."""
-    numbers = [count for count in counts if not isinstance(count, Tensor)]
-    if len(numbers) == len(counts):
-        return sum(numbers)
-    return _stacked([count for count in counts if isinstance(count, Tensor)]).sum() + sum(numbers)
-
-
 def reciprocal(count: Count) -> Number | Tensor:
     """`1 / count`, and 0 for 0; in float64 where the device has it, since counts are integers."""
     if not isinstance(count, Tensor):
         return 1 / count if count else 0.0
     wide = count.to(torch.float32 if count.device.type == "mps" else torch.float64)
     return torch.where(wide > 0, 1 / wide, 0)
-
-
-def _stacked(scalars: list[Tensor]) -> Tensor:
-    stacked = torch.stack(scalars)
-    return stacked.float() if stacked.dtype in (torch.float16, torch.bfloat16) else stacked
 
 
 def is_zero(count: Count) -> bool:

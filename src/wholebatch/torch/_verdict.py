@@ -62,7 +62,7 @@ def judge(
             _check_declared(name, count, read.get(f"declared {name}", [declared[name]])[0])
     return Verdict(
         dict(counts),
-        _nonfinite(list(totals.terms), read),
+        _nonfinite(list(totals.terms), read) if look_for_nonfinite else None,
         bool(read.get("ignored labels", [False])[0]),
     )
 

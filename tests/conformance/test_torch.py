@@ -1,0 +1,102 @@
+"""Every loss form, structure and cut gives the gradient of the unsplit batch, in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance import torch_adapter as adapter
+from conformance.cases import (
+    CUTS,
+    DATACLASSES,
+    LOSSES,
+    MAPPINGS,
+    ROWS,
+    STRUCTURES,
+    TOKENS,
+    make_batch,
+    make_params,
+)
+from reference import assert_exact
+
+PARAMS = make_params()
+ALL_STRUCTURES = STRUCTURES | DATACLASSES | MAPPINGS
+
+
+def assert_conforms(case, rows, cut, structure, batch=None):
+    batch = make_batch(rows) if batch is None else batch
+    result, split = adapter.split(case, PARAMS, batch, cut, structure)
+    loss, whole = adapter.whole(case.whole, PARAMS, batch)
+    assert_exact(split, whole)
+    assert result.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert result.rows == rows
+    if case.terms:
+        assert tuple(result.terms) == case.terms
+        assert sum(term.item() for term in result.terms.values()) == pytest.approx(loss, rel=1e-12)
+    plain = {name: torch.tensor(array) for name, array in PARAMS.items()}
+    for name, metric in case.metrics.items():
+        expected = float(metric(plain, adapter.to_torch(batch), torch))
+        assert result.metrics[name].item() == pytest.approx(expected, rel=1e-12)
+    assert result.metrics.keys() == case.metrics.keys()
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_every_loss_form_under_every_cut(loss, cut):
+    assert_conforms(loss, ROWS, cut, STRUCTURES["dict"])
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES.values(), ids=ALL_STRUCTURES)
+@pytest.mark.parametrize("loss", ["scalar", "mean over masked tokens", "two means with counts of their own"])
+def test_every_structure(loss, structure):
+    assert_conforms(LOSSES[loss], ROWS, {"micro_batch_size": 4}, structure)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_one_row(loss):
+    assert_conforms(loss, 1, {"micro_batch_size": 4}, STRUCTURES["dict"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    loss=st.sampled_from(sorted(LOSSES)),
+    rows=st.integers(1, 12),
+    size=st.integers(1, 13),
+    by_number=st.booleans(),
+    kept=st.integers(0, 2**60 - 1),
+    seed=st.integers(0, 3),
+)
+def test_any_rows_cut_mask_and_weights(loss, rows, size, by_number, kept, seed):
+    batch = make_batch(rows, seed)
+    bits = [(kept >> i) & 1 for i in range(batch["mask"].size)]
+    batch["mask"] = np.array(bits, np.float64).reshape(batch["mask"].shape)
+    batch["mask"][-1, -1] = 1.0  # a batch that counts nothing has its own tests
+    cut = {"num_micro_batches" if by_number else "micro_batch_size": size}
+    assert_conforms(LOSSES[loss], rows, cut, STRUCTURES["dict"], batch)
+
+
+@pytest.mark.parametrize(
+    ("naive", "loss", "sizes"),
+    [
+        (adapter.naive_mean_of_means, "scalar", [4, 4, 2]),
+        (adapter.naive_mean_of_means, "mean over masked tokens", [5, 5]),
+        (adapter.naive_mean_of_means, "weighted mean", [5, 5]),
+        (adapter.naive_mean_of_means, "sum", [5, 5]),
+        (adapter.naive_full_count, "scalar", [5, 5]),
+    ],
+)
+def test_the_naive_rules_fail_the_same_comparison(naive, loss, sizes):
+    batch = make_batch(ROWS)
+    batch["mask"][:2] = np.eye(TOKENS)[0]  # few tokens in the first piece, but none that has no mean
+    _, whole = adapter.whole(LOSSES[loss].whole, PARAMS, batch)
+    wrong = naive(LOSSES[loss].whole, PARAMS, batch, sizes)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_exact(wrong, whole)
+
+
+def test_the_naive_loop_itself_is_right_where_pieces_are_equal():
+    """Or the negative controls would fail for a reason of their own."""
+    batch = make_batch(ROWS)
+    _, whole = adapter.whole(LOSSES["scalar"].whole, PARAMS, batch)
+    assert_exact(adapter.naive_mean_of_means(LOSSES["scalar"].whole, PARAMS, batch, [5, 5]), whole)

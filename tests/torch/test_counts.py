@@ -1,0 +1,167 @@
+"""Zero counts, large counts, and counts in every form."""
+
+import numpy as np
+import pytest
+import torch
+from models import make_data, make_loss, make_model, take_gradients, whole_gradients
+
+from reference import assert_exact
+from wholebatch import Mean, Sum
+from wholebatch.torch import Accumulator, backward
+
+
+def masked(model, as_count):
+    """The mean over the rows whose label is not negative; NaN where there are none, as many losses are."""
+
+    def loss_fn(piece):
+        x, y = piece
+        kept = (y >= 0).sum()
+        mean = torch.nn.functional.cross_entropy(model(x), y, ignore_index=-1)
+        return Mean(mean * kept, as_count(kept))
+
+    return loss_fn
+
+
+COUNTS = {
+    "tensor": lambda kept: kept,
+    "int": int,
+    "float": float,
+    "float tensor": lambda kept: kept.to(torch.float32),
+    "bfloat16 tensor": lambda kept: kept.to(torch.bfloat16),
+    "NumPy": lambda kept: np.int64(int(kept)),
+    "mixed": lambda kept: kept if kept > 2 else int(kept),
+}
+
+
+@pytest.mark.parametrize("as_count", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+def test_a_piece_that_counts_nothing_contributes_nothing(as_count, size):
+    model, (x, y) = make_model(), make_data()
+    y[:4] = -1
+    whole = whole_gradients(model, lambda: torch.nn.functional.cross_entropy(model(x), y, ignore_index=-1))
+    result = backward(model, masked(model, as_count), (x, y), micro_batch_size=size)
+    assert_exact(take_gradients(model), whole)
+    assert torch.isfinite(result.loss)
+    assert result.count == 6
+
+
+@pytest.mark.parametrize("as_count", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("size", [3, 10])
+def test_a_batch_that_counts_nothing_has_loss_zero_and_zero_gradients(as_count, size):
+    model, (x, y) = make_model(), make_data()
+    y[:] = -1
+    result = backward(model, masked(model, as_count), (x, y), micro_batch_size=size)
+    assert result.loss == 0
+    assert result.count == 0
+    assert not result.stepped
+    for gradient in take_gradients(model).values():
+        assert not gradient.any(), "zero or None, never NaN"
+
+
+def test_a_batch_that_counts_nothing_takes_no_step():
+    model, (x, y) = make_model(), make_data()
+    y[:] = -1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accumulator = Accumulator(model, micro_batch_size=3)
+    before = [p.detach().clone() for p in model.parameters()]
+    result = accumulator.step(masked(model, lambda kept: kept), (x, y), optimizer, scheduler=scheduler, max_norm=1.0)
+    assert (result.stepped, accumulator.skipped, scheduler.last_epoch) == (False, 1, 0)
+    assert not optimizer.state
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_piece_without_a_graph_may_count_nothing():
+    model, (x, y) = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn((x[:5], y[:5])))
+    losses = iter([lambda b: Mean(loss_fn(b) * 5, 5), lambda b: Mean(torch.zeros(()), 0)])
+    result = backward(model, lambda b: next(losses)(b), (x, y), micro_batch_size=5)
+    assert_exact(take_gradients(model), whole)
+    assert result.count == 5
+
+
+def test_a_sum_always_counts():
+    model, data = make_model(), make_data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = make_loss(model)
+    result = Accumulator(model, micro_batch_size=5).step(
+        lambda b: {"nothing": Mean(loss_fn(b), 0), "sum": Sum(loss_fn(b))}, data, optimizer
+    )
+    assert result.stepped
+    assert result.count == {"nothing": 0, "sum": 1}
+
+
+@pytest.mark.parametrize("as_count", [int, torch.tensor], ids=["int", "tensor"])
+def test_integer_counts_stay_integers_beyond_float32(as_count):
+    model, data = make_model(), make_data()
+    large = 2**24
+    loss_fn = make_loss(model)
+    result = backward(model, lambda b: Mean(loss_fn(b), as_count(large + 1)), data, micro_batch_size=5)
+    assert result.count == 2 * large + 2
+
+
+def test_small_counts_do_not_overflow_their_type():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    result = backward(model, lambda b: Mean(loss_fn(b), torch.tensor(200, dtype=torch.uint8)), data, micro_batch_size=2)
+    assert result.count == 1000
+
+
+def test_counts_of_the_library_and_of_the_loss_may_be_floats_in_another_order():
+    model, (x, y) = make_model(), make_data()
+    weights = torch.rand(10, generator=torch.Generator().manual_seed(0))
+    per_row = torch.nn.CrossEntropyLoss(reduction="none")
+
+    def loss_fn(piece):
+        x, y, w = piece
+        losses = per_row(model(x), y)
+        return {"w": Mean((losses * w).sum(), w.sum()), "m": Mean.of(losses)}
+
+    def objective():
+        losses = per_row(model(x), y)
+        return (losses * weights).sum() / weights.double().sum() + losses.mean()
+
+    whole = whole_gradients(model, objective)
+    counts = lambda piece: {"w": piece[2].flip(0).sum(), "m": len(piece[0])}  # noqa: E731
+    backward(model, loss_fn, (x, y, weights), counts=counts, micro_batch_size=3)
+    assert_exact(take_gradients(model), whole, tolerance=1e-6)
+
+
+def test_one_term_may_have_its_count_given_too():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn(data))
+    for counts in (lambda b: len(b[0]), lambda b: {"loss": torch.tensor(len(b[0]))}):
+        backward(model, lambda b: Mean(loss_fn(b) * len(b[0]), len(b[0])), data, counts=counts, micro_batch_size=4)
+        assert_exact(take_gradients(model), whole)
+
+
+def test_metrics_are_reported_over_the_whole_batch_and_not_differentiated():
+    model, (x, y) = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn((x, y)))
+
+    def with_metrics(piece):
+        right = model(piece[0]).argmax(-1) == piece[1]
+        logits = model(piece[0])
+        return loss_fn(piece), {
+            "accuracy": right.double().mean(),
+            "hits": Sum(right.sum()),
+            "logit": Mean.of(logits),
+            "plain": len(piece[0]),
+            "ratio": Mean(float(right.sum()), len(right)),
+            "number": Sum(2),
+        }
+
+    metrics = backward(model, with_metrics, (x, y), micro_batch_size=4).metrics
+    assert_exact(take_gradients(model), whole)
+    right = model(x).argmax(-1) == y
+    assert metrics["accuracy"].item() == pytest.approx(right.double().mean().item(), rel=1e-12)
+    assert metrics["hits"] == right.sum()
+    assert metrics["logit"].item() == pytest.approx(model(x).mean().item(), rel=1e-12)
+    assert metrics["plain"].item() == pytest.approx((4 * 4 + 3 * 3 + 3 * 3) / 10)
+    assert metrics["ratio"].item() == pytest.approx(right.double().mean().item())
+    assert metrics["number"] == 6
+    assert not any(metric.requires_grad for metric in metrics.values())
