@@ -39,7 +39,9 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, BYTES, bias=False)
         self.head.weight = self.tokens.weight
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -59,7 +61,7 @@ def sample(text: Tensor, rows: int, generator: torch.Generator) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     options = parser.parse_args()
@@ -78,8 +80,8 @@ def main() -> None:
         with torch.no_grad():
             return loss_fn(held_out).item()
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=options.steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.steps, pct_start=0.1)
     accumulator = Accumulator(model, micro_batch_size=options.micro_batch_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"GPT with {parameters:,} parameters, {len(text):,} bytes of text")

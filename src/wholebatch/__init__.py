@@ -6,6 +6,7 @@ framework; `wholebatch.torch` and `wholebatch.jax` are the front ends.
 
 from ._errors import (
     BatchError,
+    BatchNormError,
     CountError,
     LossError,
     LossTypeError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchError",
+    "BatchNormError",
     "CountError",
     "LossError",
     "LossTypeError",

@@ -32,5 +32,9 @@ class CountError(LossError):
     """The counts that normalise a loss are negative, missing or contradict one another."""
 
 
+class BatchNormError(WholeBatchError, ValueError):
+    """A module normalises by statistics of the batch, which its pieces do not have."""
+
+
 class NonFiniteError(WholeBatchError, ArithmeticError):
     """A loss, a count or the gradient norm is infinite or not a number."""

@@ -40,7 +40,7 @@ LOSSES = {
     "a number": (lambda b: 1.0, TypeError, "got 1.0 of type float"),
     "a list": (lambda b: [total(b)], TypeError, "of type list"),
     "complex": (lambda b: total(b) * 1j, ValueError, "the loss must be real, got torch.complex128"),
-    "no graph": (lambda b: total(b).detach(), ValueError, "the loss of piece 1 has no graph"),
+    "no graph": (lambda b: total(b).detach(), ValueError, "the loss has no graph"),
     "no terms": (lambda b: {}, ValueError, "a mapping with no terms"),
     "negative count": (lambda b: Mean(total(b), -1), ValueError, "count of the loss must be finite and not neg"),
     "count as tensor, negative": (

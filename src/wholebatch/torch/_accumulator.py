@@ -3,15 +3,15 @@
 `.backward` is `.add` per piece and `.finish`; `.step` is `.backward` and the optimizer.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .._errors import BatchError, OptionError
+from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes
+from . import _statistics as statistics
 from ._batch import OpenBatch
 from ._cut import Cut, to_device
 from ._loss import read_counts
@@ -19,10 +19,12 @@ from ._model import Model, only_device
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
+from ._sums import SumDtype
 from ._tokens import ignored_labels
 
 LossFunction = Callable[[Any], Any]
 CountFunction = Callable[[Any], Any]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Accumulator:
@@ -32,8 +34,12 @@ class Accumulator:
         model: a module, several modules, or an iterable of parameters.
         micro_batch_size: the most rows that a piece may have; pieces are balanced.
         num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
+        accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
+            gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
+        batch_norm: "refuse" to cut a batch that BatchNorm sees in training mode, or accept normalisation by
+            "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
-            the piece, "skip" the step, or "keep" going without looking.
+            the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,7 +54,7 @@ class Accumulator:
     """
 
     skipped: int
-    """How many batches ended without a step: nothing counted, or not finite and `on_nonfinite="skip"`."""
+    """How many batches took no step: nothing counted, `on_nonfinite="skip"`, or an overflow that a scaler found."""
 
     def __init__(
         self,
@@ -56,20 +62,32 @@ class Accumulator:
         *,
         micro_batch_size: int | None = None,
         num_micro_batches: int | None = None,
+        accum_dtype: SumDtype = "auto",
+        batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
     ) -> None:
         check_sizes(micro_batch_size, num_micro_batches)
+        if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
+            raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
+        if batch_norm not in ("refuse", "micro"):
+            raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
         self._model = Model(model)
         self._micro_batch_size = micro_batch_size
         self._num_micro_batches = num_micro_batches
+        self._accum_dtype = accum_dtype
+        self._batch_norm = batch_norm
         self._on_nonfinite = on_nonfinite
         self._open: OpenBatch | None = None
+        self._scaler: Any = None  # the last .finish's, so that the next .add scales before it is told
+        self._warned = False
         self.judged = False  # by check, which wants to see what a wrong loss would do
         self.skipped = 0
 
-    def backward(self, loss_fn: LossFunction, batch: Any, *, counts: CountFunction | None = None) -> Result:
+    def backward(
+        self, loss_fn: LossFunction, batch: Any, *, counts: CountFunction | None = None, scaler: Any = None
+    ) -> Result:
         """Add the whole batch's gradient to `.grad`, as `loss_fn(batch).backward()` would.
 
         Args:
@@ -79,18 +97,21 @@ class Accumulator:
                 axis; or a `Window`, which is cut already.
             counts: takes a piece, returns the count of each term by name; needed where several terms of the
                 loss have counts of their own.
+            scaler: a `GradScaler`; the gradient is left scaled, as `scaler.scale(loss).backward()` leaves it.
         """
-        self._add_all(loss_fn, batch, counts)
-        return self.finish()
+        step = Step(None, None, None, scaler)
+        self._add_all(loss_fn, batch, counts, scaler)
+        return self._finish(step)
 
     def step(
         self,
         loss_fn: LossFunction,
         batch: Any,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizers,
         *,
         counts: CountFunction | None = None,
         max_norm: float | None = None,
+        scaler: Any = None,
         scheduler: Any = None,
     ) -> Result:
         """One optimizer step with the gradient of the whole batch; gradients are zeroed afterwards.
@@ -101,10 +122,11 @@ class Accumulator:
             optimizer: one or several.
             counts: as for `.backward`.
             max_norm: clip the whole batch's gradient, once, to this norm.
-            scheduler: stepped once, if the optimizer was.
+            scaler: a `GradScaler`; it unscales, decides whether there is a step, and is updated, once.
+            scheduler: one or several, stepped once, if the optimizer was.
         """
-        step = Step(optimizer, max_norm, scheduler)
-        self._add_all(loss_fn, batch, counts)
+        step = Step(optimizer, max_norm, scheduler, scaler)
+        self._add_all(loss_fn, batch, counts, scaler)
         return self._finish(step)
 
     def add(self, loss: Any, *, rows: int | None = None) -> None:
@@ -115,7 +137,8 @@ class Accumulator:
             rows: rows of the piece, needed for a scalar loss.
         """
         if self._open is None:
-            self._open = OpenBatch(self._model.parameters())
+            statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
+            self._open = OpenBatch(self._model.parameters(), sum_dtype=self._accum_dtype, scaler=self._scaler)
         try:
             self._open.add(loss, rows)
         except BaseException:
@@ -124,9 +147,10 @@ class Accumulator:
 
     def finish(
         self,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: Optimizers | None = None,
         *,
         max_norm: float | None = None,
+        scaler: Any = None,
         scheduler: Any = None,
     ) -> Result:
         """Turn what was added into the whole batch's gradient; with an optimizer, take its step.
@@ -134,9 +158,12 @@ class Accumulator:
         Args:
             optimizer: as for `.step`; without one, the gradient is left in `.grad`.
             max_norm: as for `.step`.
+            scaler: as for `.step`. Give `.add` the loss as it is; from the second batch on its backward is scaled.
             scheduler: as for `.step`.
         """
-        return self._finish(Step(optimizer, max_norm, scheduler))
+        step = Step(optimizer, max_norm, scheduler, scaler)
+        self._scaler = scaler
+        return self._finish(step)
 
     def discard(self) -> None:
         """Forget what was added: `.grad` is as it was before the first piece."""
@@ -144,45 +171,61 @@ class Accumulator:
         if batch is not None:
             batch.undo()
 
-    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None) -> None:
+    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
         parameters = self._model.parameters()
         device = only_device(parameters)
+        found = self._batch_statistics(len(pieces))
+        surroundings = Snapshot(self._model)
         self._open = OpenBatch(
             parameters,
-            snapshot=Snapshot(self._model),
             rows=pieces.rows,
             num_micro_batches=len(pieces),
+            sum_dtype=self._accum_dtype,
+            scaler=scaler,
             ignored_labels=None if self.judged else ignored_labels(batch),
         )
+        self._open.undo_surroundings = surroundings.restore
         try:
             if counts is not None:
                 self._open.declare_counts([read_counts(counts(piece)) for piece, _ in pieces])
-            for piece, rows in pieces:
-                self._open.add(loss_fn(to_device(piece, device)), rows)
+            with statistics.pooled(found) as start_piece:
+                for piece, rows in pieces:
+                    start_piece()
+                    self._open.add(loss_fn(to_device(piece, device)), rows)
         except BaseException:
             self.discard()
             raise
+
+    def _batch_statistics(self, num_pieces: int) -> dict[str, Any]:
+        """The modules whose batch statistics have to be pooled; one piece is the whole batch to them."""
+        found = statistics.keepers(self._model) if num_pieces > 1 and not self.judged else {}
+        if self._batch_norm == "refuse":
+            statistics.refuse(found)
+        elif found and not self._warned:
+            statistics.warn(found)
+            self._warned = True
+        return found
 
     def _finish(self, step: Step) -> Result:
         batch = self._open
         if batch is None:
             raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
         try:
-            result, verdict = batch.close(step.max_norm, self._on_nonfinite)
+            result, verdict = batch.close(step, self._on_nonfinite)
         except BaseException:
             self.discard()
             raise
         self._open = None
         if verdict.nonfinite is not None or (step.optimizers and verdict.counted_nothing):
             self.skipped += 1
-            batch.sums.restore()
-            step.zero(self._model.parameters())
+            batch.skip(step)
             return result
-        batch.sums.commit()
-        return dataclasses.replace(result, stepped=step.take(self._model.parameters()))
+        result = batch.commit(step, result)
+        self.skipped += bool(step.optimizers) and not result.stepped
+        return result
 
 
 def backward(
@@ -191,6 +234,7 @@ def backward(
     batch: Any,
     *,
     counts: CountFunction | None = None,
+    scaler: Any = None,
     **options: Any,
 ) -> Result:
     """Add the whole batch's gradient to `.grad`, in place of `loss_fn(batch).backward()`.
@@ -200,6 +244,7 @@ def backward(
         loss_fn: as for `Accumulator.backward`.
         batch: as for `Accumulator.backward`.
         counts: as for `Accumulator.backward`.
+        scaler: as for `Accumulator.backward`.
         options: those of `Accumulator`, such as `micro_batch_size=16`.
 
     >>> model = torch.nn.Linear(4, 1)
@@ -209,4 +254,4 @@ def backward(
     ...     return torch.nn.functional.mse_loss(model(x), y)
     >>> loss = backward(model, loss_fn, (x, y), micro_batch_size=16).loss
     """
-    return Accumulator(model, **options).backward(loss_fn, batch, counts=counts)
+    return Accumulator(model, **options).backward(loss_fn, batch, counts=counts, scaler=scaler)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ._loss import Number
-from ._sums import GradientSums
+from ._sums import GradientSums, scale
 
 
 @torch.no_grad()
@@ -16,31 +16,18 @@ def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None
     """Turn sums into gradients; returns their norm over the given parameters if they were to be clipped."""
     if sums.unmerged:
         for gradients in sums.gradients():
-            _scale(gradients, factor)
+            scale(gradients, factor)
         sums.merge()
         factor = 1
     given, adopted = sums.gradients()
-    _scale(adopted, factor)
+    scale(adopted, factor)
     if max_norm is None:
-        _scale(given, factor)
+        scale(given, factor)
         return None
     # One pass over the gradients divides and clips them; the norm of the quotient is the quotient of the norm.
     norm = get_total_norm([_values(gradient) for gradient in given]) * factor
-    _scale(given, factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale(given, factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
-
-
-def _scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
-    if not isinstance(factor, Tensor) and factor == 1:
-        return
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.layout == torch.strided:
-            by_device.setdefault(gradient.device, []).append(gradient)
-        else:
-            gradient.mul_(factor)
-    for device, dense in by_device.items():
-        torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _values(gradient: Tensor) -> Tensor:

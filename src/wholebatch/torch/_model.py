@@ -41,6 +41,14 @@ class Model:
                 named[f"parameter {i}"] = loose
         return named
 
+    def named_modules(self) -> dict[str, nn.Module]:
+        """Every module once, by name."""
+        named = {}
+        for i, module in enumerate(self.modules):
+            prefix = f"{i}." if len(self.modules) > 1 else ""
+            named.update({prefix + name: inner for name, inner in module.named_modules()})
+        return named
+
     def parameters(self) -> list[Tensor]:
         """Every parameter once."""
         every: list[Tensor] = [parameter for module in self.modules for parameter in module.parameters()]

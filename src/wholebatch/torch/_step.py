@@ -1,13 +1,19 @@
 """The step at the end of a batch: one for each optimizer, one for each scheduler, one clip."""
 
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .._errors import OptionError, OptionTypeError
+from ._finalise import finalise
+from ._host import read_once
+from ._sums import GradientSums
 
 
 class Step:
@@ -17,35 +23,81 @@ class Step:
         optimizer: one, several, or None to leave the gradient in `.grad`.
         max_norm: the norm to clip to, if any.
         scheduler: one, several or None.
+        scaler: a `GradScaler`, which decides whether there is a step; or None.
     """
 
-    def __init__(self, optimizer: Any, max_norm: float | None, scheduler: Any) -> None:
+    def __init__(self, optimizer: Any, max_norm: float | None, scheduler: Any, scaler: Any) -> None:
         self.optimizers = _several("optimizer", optimizer, "step", "zero_grad")
         self._schedulers = _several("scheduler", scheduler, "step")
+        _several("scaler", scaler, "scale", "unscale_", "step", "update")
+        self.scaler = scaler
         self.max_norm = max_norm
-        if self._schedulers and not self.optimizers:
-            raise OptionError("a scheduler was given without an optimizer: it is stepped only after one")
         if max_norm is not None and not isinstance(max_norm, numbers.Real):
             raise OptionTypeError(f"max_norm must be a positive number, got {max_norm!r}")
         if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
             raise OptionError(f"max_norm must be a positive number, got {max_norm}")
-
-    def take(self, parameters: Iterable[Tensor]) -> bool:
-        """Step once and zero the gradients; returns whether there was anything to step."""
+        if self._schedulers and not self.optimizers:
+            raise OptionError("a scheduler was given without an optimizer: it is stepped only after one")
+        if scaler is not None and max_norm is not None and not self.optimizers:
+            raise OptionError("max_norm with a scaler needs the optimizer: gradients are unscaled by it, then clipped")
         for optimizer in self.optimizers:
-            optimizer.step()
-        self.zero(parameters)
-        for scheduler in self._schedulers:
-            scheduler.step()
-        return bool(self.optimizers)
+            _refuse_closure(optimizer.__class__)
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers):
+            raise OptionError(
+                "ReduceLROnPlateau follows a validation loss: step it yourself, scheduler.step(validation_loss)"
+            )
 
-    def zero(self, parameters: Iterable[Tensor]) -> None:
+    def unscale_and_clip(self, sums: GradientSums) -> Tensor | None:
+        """With a scaler, gradients have their true size only now."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        return finalise(sums, 1, self.max_norm)
+
+    def take(self, parameters: list[Tensor]) -> bool:
+        """Step once and zero the gradients; returns whether a step was taken."""
+        stepped = bool(self.optimizers)
+        if stepped and self.scaler is not None:
+            stepped = self._let_the_scaler_step(parameters[0].device)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.zero(parameters)
+        if stepped:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        return stepped
+
+    def zero(self, parameters: list[Tensor]) -> None:
         """Zero the gradients that a step would have used."""
         if self.optimizers:
             for parameter in parameters:
                 parameter.grad = None
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+
+    def _let_the_scaler_step(self, device: torch.device) -> bool:
+        before = loss_scale(self.scaler, device)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        (backed_off,) = read_once([loss_scale(self.scaler, device) < before])
+        return not backed_off.item()
+
+
+def loss_scale(scaler: Any, device: torch.device) -> Tensor:
+    """What a scaler multiplies a loss by, without waiting for a device."""
+    scaled: Tensor = scaler.scale(torch.ones((), device=device))
+    return scaled
+
+
+@functools.cache
+def _refuse_closure(kind: Any) -> None:
+    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+        raise OptionError(
+            f"{kind.__name__} evaluates the loss several times per step, through a closure: call its step yourself, "
+            "with a closure that zeroes the gradients and returns accumulator.backward(loss_fn, batch).loss"
+        )
 
 
 def _several(name: str, given: Any, *methods: str) -> list[Any]:

@@ -1,16 +1,24 @@
 """Local sums: the pieces' gradients, summed where autograd puts them, in `.grad`.
 
 What `.grad` held before is set aside first, so that a failure can bring it back and a success can add to it.
+While the batch is open `.grad` has the dtype that the sums need (a leaf's `grad_dtype` tells autograd), so that
+no second set of gradients exists; `commit` rounds once, leaf by leaf.
+
 The gradient goes wherever `.backward()` of the whole batch would have put it: leaves that the loss reaches
 outside the given parameters (another model, an input) are adopted when the first piece shows them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ._ledger import Pass
+from ._loss import Number
+from ._weights import Pass
+
+SumDtype = torch.dtype | Literal["auto"]
+"""A dtype to sum in; "auto" is float32 for 16-bit gradients and a gradient's own dtype for all others."""
 
 
 class GradientSums:
@@ -18,11 +26,14 @@ class GradientSums:
 
     Args:
         parameters: the model's parameters; those that do not require grad are left alone.
+        dtype: what to sum in; None for each gradient's own dtype.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], dtype: SumDtype | None = None) -> None:
+        self._dtype = dtype
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
+        self._grad_dtypes: list[torch.dtype | None] = []
         self._aside: list[Tensor | None] | None = None
         self._own([parameter for parameter in parameters if parameter.requires_grad])
         self._given = len(self._leaves)
@@ -47,6 +58,11 @@ class GradientSums:
         adopted = [leaf.grad for leaf in self._leaves[self._given :] if leaf.grad is not None]
         return given, adopted
 
+    def scale(self, factor: Number | Tensor) -> None:
+        """Multiply all that was summed so far, and what was kept aside."""
+        for gradients in (*self.gradients(), [gradient for gradient in self._aside or () if gradient is not None]):
+            scale(gradients, factor)
+
     @property
     def unmerged(self) -> bool:
         """Whether there is anything to merge."""
@@ -60,33 +76,76 @@ class GradientSums:
                 leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
         for leaf, before in zip(self._leaves, self._before, strict=True):
             if before is not None:
-                leaf.grad = before.clone() if leaf.grad is None else _sum(leaf.grad, before)
+                leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
         self._aside = None
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Leave the sums in `.grad`, in the tensors that were there before, if there were any."""
-        for leaf, before in zip(self._leaves, self._before, strict=True):
-            if before is not None and leaf.grad is not None and before.layout == leaf.grad.layout == torch.strided:
-                before.copy_(leaf.grad)
+        """Leave the sums in `.grad`, rounded, in the tensors that were there before, if there were any."""
+        for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=True):
+            gradient = _release(leaf, dtype)
+            if gradient is None:
                 leaf.grad = before
+            elif before is not None and before.layout == gradient.layout == torch.strided:
+                before.copy_(gradient)
+                leaf.grad = before
+            else:
+                leaf.grad = gradient.to(dtype or leaf.dtype)
 
     def restore(self) -> None:
         """Bring back `.grad` as it was before the batch; None stays None."""
-        for leaf, before in zip(self._leaves, self._before, strict=True):
+        for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=True):
+            _release(leaf, dtype)
             leaf.grad = before
 
     def _own(self, leaves: list[Tensor]) -> None:
-        self._leaves += leaves
-        self._before += [leaf.grad for leaf in leaves]
         for leaf in leaves:
+            self._leaves.append(leaf)
+            self._before.append(leaf.grad)
+            self._grad_dtypes.append(leaf.grad_dtype)
             leaf.grad = None
+            if self._dtype is not None and leaf.is_floating_point():
+                leaf.grad_dtype = _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype)
 
     def _swap(self) -> None:
         aside = self._aside or [None] * len(self._leaves)
         self._aside = [leaf.grad for leaf in self._leaves]
         for leaf, gradient in zip(self._leaves, aside, strict=True):
             leaf.grad = gradient
+
+
+@torch.no_grad()
+def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
+    """Multiply in place."""
+    if not isinstance(factor, Tensor) and factor == 1:
+        return
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.layout == torch.strided:
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        else:
+            gradient.mul_(factor)
+    for (device, _), dense in alike.items():
+        torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def _sum_dtype(wanted: SumDtype, own: torch.dtype) -> torch.dtype:
+    if wanted == "auto":
+        return torch.float32 if own.itemsize < 4 else own
+    return wanted
+
+
+def _release(leaf: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """Take the sum out of `.grad`, which then accepts the dtype that it accepted before."""
+    gradient = leaf.grad
+    leaf.grad = None
+    if leaf.grad_dtype != dtype:
+        leaf.grad_dtype = dtype
+    return gradient
+
+
+def _copy(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return gradient.to(dtype or gradient.dtype, copy=True)
 
 
 def _sum(gradient: Tensor, other: Tensor) -> Tensor:

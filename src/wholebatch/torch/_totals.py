@@ -6,6 +6,7 @@ A piece whose count is 0 adds nothing, not even a NaN.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,22 +64,11 @@ class Total:
         return self.total / self.count if self.count else torch.zeros_like(self.total)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """All terms and metrics of the whole batch.
-
-    Args:
-        learned: the term whose count is still to be divided out of the gradients, if there is one.
-    """
+class Totals(NamedTuple):
+    """All terms and metrics of the whole batch."""
 
     terms: dict[str, Total]
     metrics: dict[str, Total]
-    learned: str | None
-
-    @property
-    def factor(self) -> Number | Tensor:
-        """What the summed gradients have to be multiplied by, once."""
-        return 1 if self.learned is None else reciprocal(self.terms[self.learned].count)
 
 
 def reciprocal(count: Count) -> Number | Tensor:

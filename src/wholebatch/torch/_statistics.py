@@ -1,0 +1,156 @@
+"""Modules that normalise by statistics of the batch, or keep them.
+
+Cut, they normalise each piece by its own statistics, which is another function: refused, or accepted under
+"micro". There the running statistics still follow the whole batch, once per batch: with n_k values per channel,
+mean m_k and variance v_k in piece k,
+
+    N = Σ n_k,   m = Σ n_k m_k / N,   v = Σ n_k (v_k + (m_k - m)²) / N
+    running ← (1 - momentum) · running + momentum · (m, v · N / (N - 1))
+
+A piece is made to leave its own statistics in the running buffers by a momentum of 1 while the batch is open.
+A module that is called several times per piece is pooled call by call.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from .._errors import BatchNormError
+from ._model import Model
+
+
+def keepers(model: Model) -> dict[str, _NormBase]:
+    """The modules that a cut would change, by name: those in use with statistics of the batch."""
+    return {name: module for name, module in model.named_modules().items() if _sees_the_batch(module)}
+
+
+def refuse(found: dict[str, _NormBase], *, in_a_loop: bool = False) -> None:
+    """Name them, and the ways out."""
+    if found:
+        named = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in found.items())
+        raise BatchNormError(
+            f"{named}: in training mode with statistics of the batch, which its pieces do not have. Ways out: "
+            'batch_norm="micro" accepts normalisation per piece and keeps the running statistics those of the batch'
+            + (", with .backward or .step, which call the modules themselves" if in_a_loop else "")
+            + "; .eval() on these modules freezes them; GroupNorm and LayerNorm see one row at a time"
+        )
+
+
+def warn(found: dict[str, _NormBase]) -> None:
+    """What "micro" accepts, said once."""
+    warnings.warn(
+        f"{', '.join(found)}: normalised by the statistics of each piece, so the gradient is not that of the "
+        "whole batch; running statistics are",
+        UserWarning,
+        stacklevel=5,
+    )
+
+
+@contextmanager
+def pooled(found: dict[str, _NormBase]) -> Iterator[Callable[[], None]]:
+    """Within, the modules may be called piece by piece; call what is yielded before each piece.
+
+    On success their running statistics follow the whole. On failure they are as a piece left them: whoever runs the
+    pieces restores buffers.
+    """
+    followed = [_Followed(module) for module in found.values() if module.running_mean is not None]
+
+    def start_piece() -> None:
+        for one in followed:
+            one.calls_in_piece = 0
+
+    try:
+        yield start_piece
+        for one in followed:
+            one.settle()
+    finally:
+        for one in followed:
+            one.release()
+
+
+def _sees_the_batch(module: nn.Module) -> TypeGuard[_NormBase]:
+    if isinstance(module, _InstanceNorm):  # normalises each row by itself, and may keep the mean over rows
+        return module.training and module.track_running_stats
+    if isinstance(module, _BatchNorm):
+        return module.training or module.running_mean is None
+    return False
+
+
+class _Pool:
+    """Statistics of the values that one call of a module saw, over the pieces."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.count = 0
+        self.mean = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+        self.variance = torch.zeros_like(self.mean)
+
+    def add(self, count: int, mean: Tensor, variance: Tensor, between: bool) -> None:
+        total = self.count + count
+        apart = mean - self.mean
+        self.variance += (variance - self.variance) * (count / total)
+        if between:
+            self.variance += apart.square() * (self.count * count / total**2)
+        self.mean += apart * (count / total)
+        self.count = total
+
+
+class _Followed:
+    """A module whose running buffers show each piece's own statistics until `settle`."""
+
+    def __init__(self, module: _NormBase) -> None:
+        self._module = module
+        self._momentum = module.momentum
+        self._mean, self._variance = _buffer(module.running_mean), _buffer(module.running_var)
+        self._tracked = _buffer(module.num_batches_tracked)
+        self._before = [buffer.clone() for buffer in (self._mean, self._variance, self._tracked)]
+        self._by_row = isinstance(module, _InstanceNorm)
+        self._pools: list[_Pool] = []
+        self.calls_in_piece = 0
+        module.momentum = 1.0
+        self._hook = module.register_forward_hook(self._after_call)
+
+    def settle(self) -> None:
+        """Let the running statistics follow the pooled ones, one call after the other."""
+        mean, variance, tracked = self._before
+        for pool in self._pools:
+            momentum: float | Tensor | None = self._momentum
+            if not self._by_row:
+                tracked = tracked + 1
+                momentum = 1 / tracked if momentum is None else momentum
+            mean = torch.lerp(mean.to(pool.mean), pool.mean, _weight(momentum, pool.mean))
+            unbiased = pool.variance if self._by_row else pool.variance * (pool.count / (pool.count - 1))
+            variance = torch.lerp(variance.to(unbiased), unbiased, _weight(momentum, unbiased))
+        for buffer, value in zip((self._mean, self._variance, self._tracked), (mean, variance, tracked), strict=True):
+            buffer.copy_(value)
+
+    def release(self) -> None:
+        """Give the module back."""
+        self._hook.remove()
+        self._module.momentum = self._momentum
+
+    @torch.no_grad()
+    def _after_call(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.calls_in_piece == len(self._pools):
+            self._pools.append(_Pool(self._mean))
+        pool = self._pools[self.calls_in_piece]
+        self.calls_in_piece += 1
+        if self._by_row:
+            pool.add(len(output), self._mean, self._variance, between=False)
+        else:
+            count = output.numel() // output.shape[1]
+            pool.add(count, self._mean, self._variance * ((count - 1) / count), between=True)
+
+
+def _buffer(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None
+    return buffer
+
+
+def _weight(momentum: float | Tensor | None, like: Tensor) -> Tensor:
+    return torch.as_tensor(0.0 if momentum is None else momentum).to(like)

@@ -1,0 +1,132 @@
+"""How the gradient of each piece is weighted.
+
+    L = Σ_terms (Σ_k T_k) / (Σ_k C_k)
+
+A denominator that is known before the first backward (rows, a Sum's 1, `counts=`, the only piece's) goes into
+the seed of each piece's backward, so nothing is left to divide. One that has to be learned from the pieces is
+divided out at the end, as `factor`. There can be one such denominator, because sums with different
+denominators cannot share a buffer; where terms of both kinds meet, they get a backward each.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import CountError, LossError
+from ._loss import Count, Number, Per, Reading, Term
+from ._totals import Totals, is_zero, reciprocal
+
+
+class Pass(NamedTuple):
+    """The tensors of one backward and the seeds that weight them."""
+
+    values: list[Tensor]
+    seeds: list[Tensor]
+
+
+class Weights:
+    """The weights of one batch.
+
+    Args:
+        rows: rows of the whole batch, where they are known beforehand.
+        num_pieces: the number of pieces, where it is known beforehand; a single one's counts are the batch's.
+        loss_scale: what every seed is multiplied by besides, a scalar tensor.
+        small_range: gradients pass through float16, where sums overflow that means would not.
+    """
+
+    counts: dict[str, Count] | None = None
+    """Each term's count over the whole batch, where `counts=` gave them."""
+
+    def __init__(
+        self, rows: int | None, num_pieces: int | None, *, loss_scale: Tensor | None = None, small_range: bool = False
+    ) -> None:
+        self._rows = rows
+        self._num_pieces = num_pieces
+        self._loss_scale = loss_scale
+        self._small_range = small_range
+        self._started = False
+        self._learned: str | None = None
+        self._learned_scale: Number | Tensor = 1
+        self._constants: dict[tuple[Number, torch.dtype, torch.device], Tensor] = {}
+
+    def passes(self, reading: Reading) -> tuple[Pass, Pass]:
+        """The backward of a piece, and another for the terms that `factor` must not touch."""
+        if not self._started:
+            self._start(reading.terms)
+        main, aside = Pass([], []), Pass([], [])
+        counting = {name: term for name, term in reading.terms.items() if not is_zero(term.count)}
+        for name, term in counting.items():
+            if term.value.requires_grad:
+                denominator = self._known_denominator(name, term)
+                scale = self._learned_scale if denominator is None else reciprocal(denominator)
+                one_of = main if denominator is None or self._learned is None else aside
+                one_of.values.append(term.value)
+                one_of.seeds.append(self._seed(term, scale))
+        if counting and not main.values and not aside.values:
+            raise LossError(
+                "the loss has no graph: nothing in it depends on a tensor that requires grad"
+                + ("" if torch.is_grad_enabled() else " (gradients are switched off by torch.no_grad)")
+            )
+        return main, aside
+
+    def factor(self, totals: Totals) -> Number | Tensor:
+        """What the sums of the main pass have to be multiplied by, once."""
+        if self._learned is None:
+            return 1
+        return reciprocal(totals.terms[self._learned].count) / self._learned_scale
+
+    def _start(self, terms: dict[str, Term]) -> None:
+        """Learn from the first piece which denominator is unknown, and choose what its sums are scaled by."""
+        self._started = True
+        unknown = [name for name, term in terms.items() if self._known_denominator(name, term) is None]
+        own = [name for name in unknown if terms[name].per is Per.OWN_COUNT]
+        if len(own) > 1 or (own and len(own) < len(unknown)):
+            raise CountError(
+                f"terms {', '.join(map(repr, unknown))} are divided by different counts, which must be known before "
+                "the first backward: give counts= to .backward or .step, a function of a piece that returns each "
+                f"term's count, such as lambda piece: {{{', '.join(f'{name!r}: ...' for name in own)}}}"
+            )
+        if unknown:
+            self._learned = unknown[0]  # terms divided by the rows share their denominator
+            if self._small_range or terms[self._learned].value.dtype == torch.float16:
+                self._learned_scale = _power_of_two_over(terms[self._learned].count) * _power_of_two_over(
+                    self._num_pieces or 1
+                )
+
+    def _known_denominator(self, name: str, term: Term) -> Count | None:
+        if term.per is Per.NOTHING:
+            return 1
+        if term.per is Per.ROWS:
+            return self._rows
+        if self.counts is not None:
+            if name not in self.counts:
+                raise CountError(f"counts= gives no count for term {name!r}, only for {', '.join(self.counts)}")
+            return self.counts[name]
+        return term.count if self._num_pieces == 1 else None
+
+    def _seed(self, term: Term, scale: Number | Tensor) -> Tensor:
+        """d objective / d value = weight · scale, and 0 for a piece that counts nothing; rounded to 16 bits last."""
+        value, share = term.value, term.weight * scale
+        seed = share.to(value.device) if isinstance(share, Tensor) else self._constant(share, value)
+        if self._loss_scale is not None:
+            seed = seed * self._loss_scale
+        if isinstance(term.count, Tensor):
+            seed = torch.where(term.count.to(value.device) > 0, seed, 0)
+        return seed.to(value.dtype)
+
+    def _constant(self, share: Number, value: Tensor) -> Tensor:
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        key = (share, dtype, value.device)
+        if key not in self._constants:
+            self._constants[key] = torch.full((), share, dtype=dtype, device=value.device)
+        return self._constants[key]
+
+
+def _power_of_two_over(count: Count) -> Number | Tensor:
+    """1 over the next power of two above `count`, exactly: a mantissa over its number is one."""
+    if isinstance(count, Tensor):
+        wide = count.to(torch.float32)
+        return torch.where(wide > 0, torch.frexp(wide).mantissa / wide, 1.0)
+    return math.frexp(count)[0] / count if count else 1.0
