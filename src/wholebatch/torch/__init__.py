@@ -10,11 +10,27 @@
 from . import _pytree
 from ._accumulator import Accumulator, backward
 from ._check import check
+from ._evaluate import evaluate
+from ._rates import scale_lr
 from ._report import Report
 from ._result import Result
 from ._tokens import token_mean
+from ._train import History, train
 from ._window import Window, windows
 
-__all__ = ["Accumulator", "Report", "Result", "Window", "backward", "check", "token_mean", "windows"]
+__all__ = [
+    "Accumulator",
+    "History",
+    "Report",
+    "Result",
+    "Window",
+    "backward",
+    "check",
+    "evaluate",
+    "scale_lr",
+    "token_mean",
+    "train",
+    "windows",
+]
 
 _pytree.register()

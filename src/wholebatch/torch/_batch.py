@@ -22,8 +22,6 @@ from ._result import Result
 from ._series import Series
 from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
-from ._tokens import refuse_ignored_labels
-from ._totals import Totals
 from ._verdict import Verdict, judge
 from ._weights import Weights
 
@@ -64,7 +62,6 @@ class OpenBatch:
         )
         self._sums = GradientSums(parameters, None if num_micro_batches == 1 else sum_dtype)
         self._ignored_labels = ignored_labels
-        self._rows: int | None = 0
 
     def declare_counts(self, pieces: list[dict[str, Count]]) -> None:
         """Take what `counts=` said of every piece as the denominators of the batch."""
@@ -82,12 +79,11 @@ class OpenBatch:
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
         reading = read(returned, rows)
-        self._ledger.enter(reading)
+        self._ledger.enter(reading, rows)
         main, aside = self._weights.passes(reading)
         if self._ledger.pieces == 1:
             self._sums.adopt(*main.values, *aside.values)
         self._sums.add(main, aside)
-        self._rows = None if rows is None or self._rows is None else self._rows + rows
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; `.grad` can still be undone afterwards."""
@@ -98,13 +94,11 @@ class OpenBatch:
         norm = finalise(self._sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
         verdict = judge(
             totals,
-            self._weights.counts or {},
+            declared=self._weights.counts,
             norm=norm,
             ignored_labels=self._ignored_labels if self._ledger.has_means_over_rows else None,
             look_for_nonfinite=on_nonfinite != "keep" and step.scaler is None,
         )
-        if verdict.ignored_labels:
-            refuse_ignored_labels()
         if verdict.nonfinite and on_nonfinite == "raise":
             raise NonFiniteError(
                 f"{verdict.nonfinite}; .grad is as it was before the batch "
@@ -112,7 +106,7 @@ class OpenBatch:
             )
         if step.scaler is not None and step.optimizers and not verdict.counted_nothing:
             norm = step.unscale_and_clip(self._sums)
-        return self._result(totals, verdict, norm), verdict
+        return Result.of(totals, verdict, self._ledger, norm), verdict
 
     def commit(self, step: Step, result: Result) -> Result:
         """Leave the gradient in `.grad` and take the step; from here there is no way back."""
@@ -135,17 +129,3 @@ class OpenBatch:
         device = self._parameters[0].device
         now, then = (1.0 if s is None else loss_scale(s, device) for s in (scaler, self._scaler))
         return torch.as_tensor(now / then)
-
-    def _result(self, totals: Totals, verdict: Verdict, norm: Tensor | None) -> Result:
-        terms = {name: term.ratio for name, term in totals.terms.items()}
-        only = next(iter(terms)) if len(terms) == 1 else None
-        return Result(
-            loss=torch.stack(list(terms.values())).sum() if only is None else terms[only],
-            terms=terms,
-            metrics={name: metric.ratio for name, metric in totals.metrics.items()},
-            count=verdict.counts if only is None else verdict.counts[only],
-            rows=self._rows,
-            num_micro_batches=self._ledger.pieces,
-            grad_norm=norm,
-            stepped=False,
-        )

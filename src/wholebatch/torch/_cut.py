@@ -23,7 +23,7 @@ class Cut:
         self._batch = batch
         self.sizes: Sequence[int | None]
         if isinstance(batch, Window):
-            self.sizes = [_shared_rows(piece)[0] for piece in batch]
+            self.sizes = [rows_if_known(piece) for piece in batch]
         else:
             self.sizes = balanced(
                 rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
@@ -58,6 +58,11 @@ def rows_of(batch: Any) -> int:
     if rows == 0:
         raise BatchError("the batch is empty: its tensors have 0 rows")
     return rows
+
+
+def rows_if_known(piece: Any) -> int | None:
+    """How many rows a piece has, if that can be told."""
+    return _shared_rows(piece)[0]
 
 
 def rows_between(batch: Any, start: int, stop: int) -> Any:

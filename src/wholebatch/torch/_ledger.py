@@ -17,13 +17,15 @@ class Ledger:
         self._terms: dict[str, Column] = {}
         self._metrics: dict[str, Column] = {}
         self.pieces = 0
+        self.rows: int | None = 0
 
-    def enter(self, reading: Reading) -> None:
-        """Write a piece down."""
+    def enter(self, reading: Reading, rows: int | None) -> None:
+        """Write a piece of `rows` rows down; they are None where they cannot be told."""
         if not self.pieces:
             self._terms = {name: Column(term.per, self._num_pieces) for name, term in reading.terms.items()}
             self._metrics = {name: Column(metric.per, self._num_pieces) for name, metric in reading.metrics.items()}
         self.pieces += 1
+        self.rows = None if rows is None or self.rows is None else self.rows + rows
         _append("terms", self._terms, reading.terms, self.pieces)
         _append("metrics", self._metrics, reading.metrics, self.pieces)
 

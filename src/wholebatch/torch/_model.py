@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from .._errors import OptionTypeError
+from .._errors import BatchError, OptionTypeError
 
 
 class Model:
@@ -53,6 +54,8 @@ class Model:
         """Every parameter once."""
         every: list[Tensor] = [parameter for module in self.modules for parameter in module.parameters()]
         every += self._loose
+        if any(is_lazy(parameter) for parameter in every):
+            raise BatchError("the model has parameters without a shape yet: lazy modules have to be called once before")
         return list(dict.fromkeys(every))
 
 

@@ -1,10 +1,15 @@
 """What one batch came to."""
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
 
+from ._ledger import Ledger
 from ._loss import Count
+from ._totals import Totals
+from ._verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +35,19 @@ class Result:
     num_micro_batches: int
     grad_norm: Tensor | None
     stepped: bool
+
+    @classmethod
+    def of(cls, totals: Totals, verdict: Verdict, ledger: Ledger, grad_norm: Tensor | None = None) -> Self:
+        """The result of a batch that has taken no step."""
+        terms = {name: term.ratio for name, term in totals.terms.items()}
+        only = next(iter(terms)) if len(terms) == 1 else None
+        return cls(
+            loss=torch.stack(list(terms.values())).sum() if only is None else terms[only],
+            terms=terms,
+            metrics={name: metric.ratio for name, metric in totals.metrics.items()},
+            count=verdict.counts if only is None else verdict.counts[only],
+            rows=ledger.rows,
+            num_micro_batches=ledger.pieces,
+            grad_norm=grad_norm,
+            stepped=False,
+        )

@@ -63,7 +63,7 @@ def pooled(found: dict[str, _NormBase]) -> Iterator[Callable[[], None]]:
 
     def start_piece() -> None:
         for one in followed:
-            one.calls_in_piece = 0
+            one.start_piece()
 
     try:
         yield start_piece
@@ -101,7 +101,11 @@ class _Pool:
 
 
 class _Followed:
-    """A module whose running buffers show each piece's own statistics until `settle`."""
+    """A module whose running buffers show the statistics of its last call until `settle`.
+
+    A call is noted before it begins and read before the next one: a checkpoint that computes a piece again may stop
+    as soon as it has what it needs, before a hook at the end of the call.
+    """
 
     def __init__(self, module: _NormBase) -> None:
         self._module = module
@@ -111,21 +115,28 @@ class _Followed:
         self._before = [buffer.clone() for buffer in (self._mean, self._variance, self._tracked)]
         self._by_row = isinstance(module, _InstanceNorm)
         self._pools: list[_Pool] = []
-        self.calls_in_piece = 0
+        self._calls_in_piece = 0
+        self._count_of_last_call: int | None = None
         module.momentum = 1.0
-        self._hook = module.register_forward_hook(self._after_call)
+        self._hook = module.register_forward_pre_hook(self._before_call, with_kwargs=True)
+
+    def start_piece(self) -> None:
+        """Begin with the first call again."""
+        self._read_last_call()
+        self._calls_in_piece = 0
 
     def settle(self) -> None:
         """Let the running statistics follow the pooled ones, one call after the other."""
+        self._read_last_call()
         mean, variance, tracked = self._before
         for pool in self._pools:
-            momentum: float | Tensor | None = self._momentum
+            weight: float | Tensor = 0.0 if self._momentum is None else self._momentum
             if not self._by_row:
                 tracked = tracked + 1
-                momentum = 1 / tracked if momentum is None else momentum
-            mean = torch.lerp(mean.to(pool.mean), pool.mean, _weight(momentum, pool.mean))
+                weight = 1 / tracked.to(pool.mean) if self._momentum is None else weight
+            mean = torch.lerp(mean.to(pool.mean), pool.mean, weight)
             unbiased = pool.variance if self._by_row else pool.variance * (pool.count / (pool.count - 1))
-            variance = torch.lerp(variance.to(unbiased), unbiased, _weight(momentum, unbiased))
+            variance = torch.lerp(variance.to(unbiased), unbiased, weight)
         for buffer, value in zip((self._mean, self._variance, self._tracked), (mean, variance, tracked), strict=True):
             buffer.copy_(value)
 
@@ -134,23 +145,23 @@ class _Followed:
         self._hook.remove()
         self._module.momentum = self._momentum
 
-    @torch.no_grad()
-    def _after_call(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if self.calls_in_piece == len(self._pools):
+    def _before_call(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self._read_last_call()
+        values = args[0] if args else kwargs["input"]
+        self._count_of_last_call = len(values) if self._by_row else values.numel() // values.shape[1]
+
+    def _read_last_call(self) -> None:
+        count, self._count_of_last_call = self._count_of_last_call, None
+        if count is None:
+            return
+        if self._calls_in_piece == len(self._pools):
             self._pools.append(_Pool(self._mean))
-        pool = self._pools[self.calls_in_piece]
-        self.calls_in_piece += 1
-        if self._by_row:
-            pool.add(len(output), self._mean, self._variance, between=False)
-        else:
-            count = output.numel() // output.shape[1]
-            pool.add(count, self._mean, self._variance * ((count - 1) / count), between=True)
+        pool = self._pools[self._calls_in_piece]
+        self._calls_in_piece += 1
+        variance = self._variance if self._by_row else self._variance * ((count - 1) / count)
+        pool.add(count, self._mean, variance, between=not self._by_row)
 
 
 def _buffer(buffer: Tensor | None) -> Tensor:
     assert buffer is not None
     return buffer
-
-
-def _weight(momentum: float | Tensor | None, like: Tensor) -> Tensor:
-    return torch.as_tensor(0.0 if momentum is None else momentum).to(like)

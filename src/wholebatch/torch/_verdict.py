@@ -8,6 +8,7 @@ from torch import Tensor
 from .._errors import CountError
 from ._host import read_once
 from ._loss import Count, Number
+from ._tokens import refuse_ignored_labels
 from ._totals import Total, Totals
 
 
@@ -18,12 +19,10 @@ class Verdict:
     Args:
         counts: each term's count; still a tensor where nobody had to read it.
         nonfinite: what is infinite or not a number, in words; None if nothing is or nobody asked.
-        ignored_labels: whether labels hold -100.
     """
 
     counts: dict[str, Count]
     nonfinite: str | None
-    ignored_labels: bool
 
     @property
     def counted_nothing(self) -> bool:
@@ -33,13 +32,22 @@ class Verdict:
 
 def judge(
     totals: Totals,
-    declared: dict[str, Count],
     *,
-    norm: Tensor | None,
-    ignored_labels: Tensor | None,
-    look_for_nonfinite: bool,
+    declared: dict[str, Count] | None = None,
+    norm: Tensor | None = None,
+    ignored_labels: Tensor | None = None,
+    look_for_nonfinite: bool = False,
 ) -> Verdict:
-    """Read all that has to be known, in one transfer, and check it."""
+    """Read all that has to be known, in one transfer, and check it.
+
+    Args:
+        totals: what was summed.
+        declared: what `counts=` said of each term.
+        norm: the gradient's, where it was computed.
+        ignored_labels: a flag, whether the labels of a scalar loss hold -100.
+        look_for_nonfinite: whether anybody wants to know.
+    """
+    declared = declared or {}
     wanted: dict[str, Tensor] = {}
     for name, term in totals.terms.items():
         if look_for_nonfinite:
@@ -60,11 +68,9 @@ def judge(
         _check_counts(name, read.get(f"counts of {name}", []))
         if name in declared:
             _check_declared(name, count, read.get(f"declared {name}", [declared[name]])[0])
-    return Verdict(
-        dict(counts),
-        _nonfinite(list(totals.terms), read) if look_for_nonfinite else None,
-        bool(read.get("ignored labels", [False])[0]),
-    )
+    if read.get("ignored labels", [False])[0]:
+        refuse_ignored_labels()
+    return Verdict(dict(counts), _nonfinite(list(totals.terms), read) if look_for_nonfinite else None)
 
 
 def _count(read: dict[str, list[Number]], name: str, term: Total) -> Number:
