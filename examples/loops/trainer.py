@@ -1,7 +1,7 @@
 """The `transformers` Trainer, before and after.
 
-Hand it whole batches, and cut them: override `training_step`, the documented place for a training step of one's own: `per_device_train_batch_size` is
-then the batch that is meant, and gradient accumulation stays at 1.
+Hand it whole batches, and cut them: override `training_step`, the documented place for a training step of one's own.
+`per_device_train_batch_size` is then the batch that is meant, and gradient accumulation stays at 1.
 """
 
 import tempfile
