@@ -75,12 +75,15 @@ class Mean(_Term):
         Args:
             values: per-item losses, an array of any framework.
             where: a mask of the same shape; weights are understood too, a mask being weights of 0 and 1.
-                Items of weight 0 do not count even if they are not finite.
+                Items of weight 0 do not count even if they are not finite; their gradient may still be, as in
+                any masked sum (mask the input of a logarithm, not its output).
 
         >>> import numpy as np
         >>> Mean.of(np.array([1.0, 2.0, np.nan]), where=np.array([True, True, False])).value
         np.float64(1.5)
         """
+        if not hasattr(values, "shape") or not hasattr(values, "sum"):
+            raise LossTypeError(f"values must be an array of losses, got {type(values).__name__}")
         if where is None:
             return cls(_wide_sum(values), math.prod(values.shape))
         if tuple(where.shape) != tuple(values.shape):

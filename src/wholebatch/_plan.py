@@ -38,14 +38,14 @@ def check_sizes(micro_batch_size: Any, num_micro_batches: Any) -> None:
         positive_integer("num_micro_batches", num_micro_batches)
 
 
-def positive_integer(name: str, value: Any) -> int:
-    """`value` as an int, or an error that names the option."""
+def positive_integer(name: str, value: Any, *, least: int = 1) -> int:
+    """`value` as an int of at least `least`, or an error that names the option."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
         raise OptionTypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}")
-    if number < 1:
-        raise OptionError(f"{name} must be at least 1, got {number}")
+    if number < least:
+        raise OptionError(f"{name} must be at least {least}, got {number}")
     return number

@@ -120,7 +120,11 @@ def two_means(b):
             None,
             r"terms 'a', 'b' are divided by different counts.*give counts= .*\{'a': \.\.\., 'b': \.\.\.\}",
         ),
-        (two_means, lambda b: {"a": 5}, "counts= gives no count for term 'b', only for a"),
+        (
+            two_means,
+            lambda b: {"a": 5},
+            "counts= names 'a', but the terms of the loss that have a count of their own are 'a', 'b'",
+        ),
         (
             two_means,
             lambda b: {"a": 5, "b": 4},
@@ -129,6 +133,9 @@ def two_means(b):
         (two_means, lambda b: {"a": torch.tensor(2), "b": 3}, "holds 4 for term 'a', but the loss counted 10"),
         (two_means, lambda b: {"a": -5, "b": 3}, "the count of term 'a' in counts= must be finite and not negative"),
         (two_means, lambda b: {"a": "five", "b": 3}, "the count of term 'a' in counts= must be a number"),
+        (two_means, lambda b: {"a": 5, "b": 3, "c": 1}, "counts= names 'a', 'b', 'c', but the terms"),
+        (total, lambda b: {"loss": 5}, "counts= names 'loss', but the terms of the loss .* are none"),
+        (two_means, 5, "counts must be a function of a piece, got int"),
         (two_means, lambda b: {5: 3}, "counts= are named by strings"),
         (
             two_means,

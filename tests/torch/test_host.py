@@ -68,7 +68,7 @@ def test_token_means_and_counts_do_not_wait():
 @pytest.mark.parametrize("pieces", [1, 2, 10])
 def test_the_host_reads_once_per_batch(pieces, monkeypatch):
     reads = []
-    monkeypatch.setattr("wholebatch.torch._verdict.read_once", lambda v: reads.append(len(v)) or read_once(v))
+    monkeypatch.setattr("wholebatch.torch._host.read_once", lambda v: reads.append(len(v)) or read_once(v))
     model, data = make_model(), make_data()
     Accumulator(model, num_micro_batches=pieces).step(
         CASES["terms"](model), data, torch.optim.SGD(model.parameters(), 0.1), max_norm=1.0

@@ -3,18 +3,20 @@
 `.backward` is `.add` per piece and `.finish`; `.step` is `.backward` and the optimizer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .._errors import BatchError, OptionError, OptionTypeError
-from .._plan import check_sizes
+from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
-from ._batch import OpenBatch
+from ._batch import OpenBatch, summed_counts
 from ._cut import Cut, to_device
-from ._loss import read_counts
+from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device
 from ._result import Result
 from ._state import Snapshot
@@ -22,8 +24,6 @@ from ._step import Step
 from ._sums import SumDtype
 from ._tokens import ignored_labels
 
-LossFunction = Callable[[Any], Any]
-CountFunction = Callable[[Any], Any]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -32,7 +32,8 @@ class Accumulator:
 
     Args:
         model: a module, several modules, or an iterable of parameters.
-        micro_batch_size: the most rows that a piece may have; pieces are balanced.
+        micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
+            stays as it is.
         num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
             gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
@@ -82,7 +83,6 @@ class Accumulator:
         self._open: OpenBatch | None = None
         self._scaler: Any = None  # the last .finish's, so that the next .add scales before it is told
         self._warned = False
-        self.judged = False  # by check, which wants to see what a wrong loss would do
         self.skipped = 0
 
     def backward(
@@ -125,25 +125,27 @@ class Accumulator:
             scaler: a `GradScaler`; it unscales, decides whether there is a step, and is updated, once.
             scheduler: one or several, stepped once, if the optimizer was.
         """
-        step = Step(optimizer, max_norm, scheduler, scaler)
+        step = Step(optimizer, max_norm, scheduler, scaler).require_optimizer()
         self._add_all(loss_fn, batch, counts, scaler)
         return self._finish(step)
 
     def add(self, loss: Any, *, rows: int | None = None) -> None:
         """Add one piece's loss, in a loop that exists already; runs its backward.
 
+        An error in here forgets the whole batch, as `.discard` does.
+
         Args:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
+        rows = None if rows is None else positive_integer("rows", rows, least=0)
         if self._open is None:
             statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-            self._open = OpenBatch(self._model.parameters(), sum_dtype=self._accum_dtype, scaler=self._scaler)
-        try:
+            self._open = OpenBatch(self._model.parameters())
+            with self._discarding():
+                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
+        with self._discarding():
             self._open.add(loss, rows)
-        except BaseException:
-            self.discard()
-            raise
 
     def finish(
         self,
@@ -174,34 +176,61 @@ class Accumulator:
     def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
+        for name, function in (("loss_fn", loss_fn), ("counts", counts)):
+            if function is not None and not callable(function):
+                raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
         parameters = self._model.parameters()
         device = only_device(parameters)
-        found = self._batch_statistics(len(pieces))
-        surroundings = Snapshot(self._model)
-        self._open = OpenBatch(
-            parameters,
-            rows=pieces.rows,
-            num_micro_batches=len(pieces),
-            sum_dtype=self._accum_dtype,
-            scaler=scaler,
-            ignored_labels=None if self.judged else ignored_labels(batch),
-        )
-        self._open.undo_surroundings = surroundings.restore
-        try:
-            if counts is not None:
-                self._open.declare_counts([read_counts(counts(piece)) for piece, _ in pieces])
-            with statistics.pooled(found) as start_piece:
+        pooled = self._statistics_to_pool(len(pieces))
+        self._open = OpenBatch(parameters, Snapshot(self._model))
+        with self._discarding():
+            self._open.begin(
+                rows=pieces.rows,
+                num_micro_batches=len(pieces),
+                counts=counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces]),
+                sum_dtype=self._accum_dtype,
+                scaler=scaler,
+                ignored_labels=self._ignored_labels(batch),
+            )
+            with statistics.pooled(pooled) as start_piece:
                 for piece, rows in pieces:
                     start_piece()
                     self._open.add(loss_fn(to_device(piece, device)), rows)
+
+    def _finish(self, step: Step) -> Result:
+        batch = self._open
+        if batch is None:
+            raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
+        with self._discarding():
+            result, verdict = batch.close(step, self._on_nonfinite)
+            refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
+            if refused:
+                batch.skip()
+            else:
+                batch.commit()
+        self._open = None
+        parameters = self._model.parameters()
+        stepped = False
+        if refused:
+            step.zero(parameters)
+        else:
+            stepped = step.take(parameters)
+        self.skipped += refused or (bool(step.optimizers) and not stepped)
+        return dataclasses.replace(result, stepped=stepped)
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Whatever goes wrong within, Ctrl-C included, is as if nothing had been added."""
+        try:
+            yield
         except BaseException:
             self.discard()
             raise
 
-    def _batch_statistics(self, num_pieces: int) -> dict[str, Any]:
+    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         """The modules whose batch statistics have to be pooled; one piece is the whole batch to them."""
-        found = statistics.keepers(self._model) if num_pieces > 1 and not self.judged else {}
+        found = statistics.keepers(self._model) if num_pieces > 1 else {}
         if self._batch_norm == "refuse":
             statistics.refuse(found)
         elif found and not self._warned:
@@ -209,23 +238,18 @@ class Accumulator:
             self._warned = True
         return found
 
-    def _finish(self, step: Step) -> Result:
-        batch = self._open
-        if batch is None:
-            raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
-        try:
-            result, verdict = batch.close(step, self._on_nonfinite)
-        except BaseException:
-            self.discard()
-            raise
-        self._open = None
-        if verdict.nonfinite is not None or (step.optimizers and verdict.counted_nothing):
-            self.skipped += 1
-            batch.skip(step)
-            return result
-        result = batch.commit(step, result)
-        self.skipped += bool(step.optimizers) and not result.stepped
-        return result
+    def _ignored_labels(self, batch: Any) -> Tensor | None:
+        return ignored_labels(batch)
+
+
+class Options(TypedDict, total=False):
+    """The options of `Accumulator`."""
+
+    micro_batch_size: int | None
+    num_micro_batches: int | None
+    accum_dtype: SumDtype
+    batch_norm: Literal["refuse", "micro"]
+    on_nonfinite: Literal["raise", "skip", "keep"]
 
 
 def backward(
@@ -235,7 +259,7 @@ def backward(
     *,
     counts: CountFunction | None = None,
     scaler: Any = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Result:
     """Add the whole batch's gradient to `.grad`, in place of `loss_fn(batch).backward()`.
 

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from .._errors import CountError, NonFiniteError
 from ._agree import agree
-from ._finalise import finalise
+from ._finalise import finalise, norm_of
+from ._host import read_once
 from ._ledger import Ledger
 from ._loss import Count, read
 from ._reduce import reduce
 from ._result import Result
 from ._series import Series
+from ._state import Snapshot
 from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
 from ._verdict import Verdict, judge
@@ -27,78 +28,80 @@ from ._weights import Weights
 
 
 class OpenBatch:
-    """A batch whose pieces are being added.
+    """A batch whose pieces are being added. Nothing is touched before `begin`.
 
     Args:
         parameters: the model's.
-        rows: rows of the whole batch, where they are known beforehand.
-        num_micro_batches: the number of pieces, where it is known beforehand.
-        sum_dtype: what gradients are summed in where there are several pieces.
-        scaler: a `GradScaler` whose scale the gradients are to have while they are summed.
-        ignored_labels: a flag on the device, whether the batch's labels hold -100.
+        surroundings: what the pieces disturb besides gradients, where the library runs them.
     """
 
-    undo_surroundings: Callable[[], None] | None = None
-    """Brings back what the pieces disturbed besides gradients, where the library runs them."""
+    def __init__(self, parameters: list[Tensor], surroundings: Snapshot | None = None) -> None:
+        self._parameters = parameters
+        self._surroundings = surroundings
+        self._sums = GradientSums()
 
-    def __init__(
+    def begin(
         self,
-        parameters: list[Tensor],
         *,
         rows: int | None = None,
         num_micro_batches: int | None = None,
+        counts: dict[str, Count] | None = None,
         sum_dtype: SumDtype = "auto",
         scaler: Any = None,
         ignored_labels: Tensor | None = None,
     ) -> None:
-        self._parameters = parameters
+        """Take over the gradients.
+
+        Args:
+            rows: rows of the whole batch, where they are known beforehand.
+            num_micro_batches: the number of pieces, where it is known beforehand.
+            counts: each term's count over the whole batch, where `counts=` gave them.
+            sum_dtype: what gradients are summed in where there are several pieces.
+            scaler: a `GradScaler` whose scale the gradients are to have while they are summed.
+            ignored_labels: a flag on the device, whether the batch's labels hold -100.
+        """
+        self._counts = counts
         self._scaler = scaler
+        self._ignored_labels = ignored_labels
         self._ledger = Ledger(num_micro_batches)
         self._weights = Weights(
             rows,
             num_micro_batches,
-            loss_scale=None if scaler is None else loss_scale(scaler, parameters[0].device),
-            small_range=any(parameter.dtype == torch.float16 for parameter in parameters),
+            counts,
+            loss_scale=None if scaler is None else loss_scale(scaler, self._parameters[0].device),
+            small_range=any(parameter.dtype == torch.float16 for parameter in self._parameters),
         )
-        self._sums = GradientSums(parameters, None if num_micro_batches == 1 else sum_dtype)
-        self._ignored_labels = ignored_labels
-
-    def declare_counts(self, pieces: list[dict[str, Count]]) -> None:
-        """Take what `counts=` said of every piece as the denominators of the batch."""
-        for piece, counts in enumerate(pieces, start=1):
-            if counts.keys() != pieces[0].keys():
-                raise CountError(
-                    f"counts= names {', '.join(pieces[0])} for piece 1 and {', '.join(counts)} for piece {piece}"
-                )
-        sums = {name: Series(len(pieces)) for name in pieces[0]}
-        for counts in pieces:
-            for name, count in counts.items():
-                sums[name].append(count)
-        self._weights.counts = {name: series.sum() for name, series in sums.items()}
+        self._sums.begin(self._parameters, None if num_micro_batches == 1 else sum_dtype)
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
         reading = read(returned, rows)
         self._ledger.enter(reading, rows)
         main, aside = self._weights.passes(reading)
-        if self._ledger.pieces == 1:
-            self._sums.adopt(*main.values, *aside.values)
+        if not main.values and not aside.values:
+            self._ledger.graphless.append(self._ledger.pieces)
         self._sums.add(main, aside)
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
-        """Turn the sums into the gradient; `.grad` can still be undone afterwards."""
+        """Turn the sums into the gradient; all of it can still be undone afterwards."""
         if step.scaler is not self._scaler:
             self._sums.scale(self._ratio_of_scales(step.scaler))
         totals = agree(self._ledger.totals())
         reduce(self._sums)
         norm = finalise(self._sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
+        looking = on_nonfinite != "keep" and step.scaler is None
         verdict = judge(
             totals,
-            declared=self._weights.counts,
+            declared=self._counts,
+            graphless=self._ledger.graphless,
             norm=norm,
-            ignored_labels=self._ignored_labels if self._ledger.has_means_over_rows else None,
-            look_for_nonfinite=on_nonfinite != "keep" and step.scaler is None,
+            ignored_labels=self._ignored_labels if self._ledger.counts_rows_only else None,
+            look_for_nonfinite=looking,
         )
+        if verdict.counted_nothing:
+            self._sums.forget()
+        elif verdict.doubtful and not verdict.nonfinite and not self._finite():
+            verdict = dataclasses.replace(verdict, nonfinite=f"{verdict.doubtful}, and so is its gradient")
         if verdict.nonfinite and on_nonfinite == "raise":
             raise NonFiniteError(
                 f"{verdict.nonfinite}; .grad is as it was before the batch "
@@ -108,24 +111,43 @@ class OpenBatch:
             norm = step.unscale_and_clip(self._sums)
         return Result.of(totals, verdict, self._ledger, norm), verdict
 
-    def commit(self, step: Step, result: Result) -> Result:
-        """Leave the gradient in `.grad` and take the step; from here there is no way back."""
+    def commit(self) -> None:
+        """Leave the gradient in `.grad`."""
         self._sums.commit()
-        return dataclasses.replace(result, stepped=step.take(self._parameters))
 
-    def skip(self, step: Step) -> None:
-        """Contribute nothing, and take no step."""
+    def skip(self) -> None:
+        """Contribute nothing: neither gradients nor what a loss that is not finite left in buffers."""
         self._sums.restore()
-        step.zero(self._parameters)
+        if self._surroundings is not None:
+            self._surroundings.restore_buffers()
 
     def undo(self) -> None:
         """Bring back everything as it was before the batch."""
         self._sums.restore()
-        if self.undo_surroundings is not None:
-            self.undo_surroundings()
+        if self._surroundings is not None:
+            self._surroundings.restore()
+
+    def _finite(self) -> bool:
+        """Whether the gradients are; asked only where a piece gives reason to doubt it, as it costs another read."""
+        given, adopted = self._sums.gradients()
+        return bool(read_once([norm_of(given + adopted)])[0].isfinite().all())
 
     def _ratio_of_scales(self, scaler: Any) -> Tensor:
         """Pieces that were added before their scaler was known have the scale of another, or none."""
         device = self._parameters[0].device
         now, then = (1.0 if s is None else loss_scale(s, device) for s in (scaler, self._scaler))
         return torch.as_tensor(now / then)
+
+
+def summed_counts(pieces: list[dict[str, Count]]) -> dict[str, Count]:
+    """What `counts=` said of every piece, over the batch."""
+    for piece, counts in enumerate(pieces, start=1):
+        if counts.keys() != pieces[0].keys():
+            raise CountError(
+                f"counts= names {', '.join(pieces[0])} for piece 1 and {', '.join(counts)} for piece {piece}"
+            )
+    sums = {name: Series(len(pieces)) for name in pieces[0]}
+    for counts in pieces:
+        for name, count in counts.items():
+            sums[name].append(count)
+    return {name: series.sum() for name, series in sums.items()}

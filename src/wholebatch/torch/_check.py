@@ -7,7 +7,7 @@ over every entry of every parameter; in float64 where the model allows it.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from .._errors import BatchError
 from .._plan import balanced, check_sizes
 from ._accumulator import Accumulator
-from ._cut import rows_between, rows_of, to_device
-from ._loss import read
+from ._cut import rows_of, spread_rows, to_device
+from ._loss import LossFunction, Per, read
 from ._model import Model, only_device
 from ._report import Report
 from ._state import Snapshot
@@ -27,7 +27,6 @@ from ._sums import GradientSums
 from ._wide import in_float64, widen
 from ._window import Window
 
-LossFunction = Callable[[Any], Any]
 Gradients = dict[str, Tensor]
 
 _ROWS = 7  # a prime, so that pieces are ragged
@@ -47,7 +46,7 @@ def check(
     Args:
         model: as for `Accumulator`.
         loss_fn: as for `Accumulator.backward`.
-        batch: as for `Accumulator.backward`, but no `Window`; a few of its rows are used.
+        batch: as for `Accumulator.backward`, but no `Window`; a few rows are used, spread over it.
         micro_batch_size: a size to try besides the usual ones.
 
     >>> model = torch.nn.Linear(4, 1)
@@ -63,7 +62,7 @@ def check(
     cuts = {min(pieces, rows) for pieces in (2, 3, rows)}
     if micro_batch_size is not None:
         cuts.add(len(balanced(rows, micro_batch_size=micro_batch_size)))
-    part = to_device(rows_between(batch, 0, rows), only_device(judged.parameters()))
+    part = to_device(spread_rows(batch, rows), only_device(judged.parameters()))
     try:
         with _untouched(judged) as sums, in_float64(judged):
             return _compare(judged, loss_fn, widen(part), rows, sorted(cuts), sums)
@@ -81,8 +80,9 @@ def tolerance(dtype: torch.dtype, pieces: int) -> float:
 def _untouched(model: Model) -> Iterator[GradientSums]:
     """Gradients, buffers and random states are afterwards as they were."""
     state = Snapshot(model)
-    sums = GradientSums(model.parameters())
+    sums = GradientSums()
     try:
+        sums.begin(model.parameters())
         yield sums
     finally:
         sums.restore()
@@ -90,20 +90,31 @@ def _untouched(model: Model) -> Iterator[GradientSums]:
 
 
 def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: list[int], sums: GradientSums) -> Report:
-    def unsplit() -> None:
+    several = False
+
+    def unsplit(watching: Any = nullcontext()) -> None:  # noqa: B008 - it keeps no state
         """Plain autograd, on purpose: nothing of what is being judged."""
+        nonlocal several
         terms = read(loss_fn(part), rows).terms.values()
+        several = sum(term.per is Per.OWN_COUNT for term in terms) > 1
         objective = torch.stack([term.weight * term.value / term.count for term in terms]).sum()
-        sums.adopt(objective)
-        objective.backward()
+        sums.adopt([objective])
+        with watching:
+            objective.backward()
+
+    def counts(piece: Any) -> dict[str, Any]:
+        """What a user of several terms would give, from the loss itself."""
+        terms = read(loss_fn(piece), rows).terms.items()
+        return {name: term.count for name, term in terms if term.per is Per.OWN_COUNT}
 
     def split(pieces: int) -> None:
-        accumulator = Accumulator(model.members, num_micro_batches=pieces, on_nonfinite="keep")
-        accumulator.judged = True
-        accumulator.backward(loss_fn, part)
+        accumulator = _Judged(model.members, num_micro_batches=pieces, on_nonfinite="keep")
+        accumulator.backward(loss_fn, part, counts=counts if several else None)
 
     start = Snapshot(model)
     whole = _gradients(model, unsplit)
+    if not any(gradient.any() for gradient in whole.values()):
+        raise BatchError(f"the gradient of these {rows} rows is zero everywhere: there is nothing to compare")
     by_cut: dict[int, dict[str, float]] = {}
     failure = None
     for pieces in cuts:
@@ -119,8 +130,7 @@ def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: li
     dtype = torch.float64
     if not error <= tolerance(dtype, max(cuts)):
         start.restore()
-        with _LeastPrecise() as seen:
-            unsplit()
+        unsplit(seen := _LeastPrecise())
         dtype = seen.dtype
     allowed = tolerance(dtype, max(cuts))
     return Report(
@@ -159,8 +169,18 @@ def _largest(entries: Tensor) -> float:
     return entries.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item() if entries.numel() else 0.0
 
 
+class _Judged(Accumulator):
+    """Lets a wrong loss do what it would do, instead of refusing it."""
+
+    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
+        return {}
+
+    def _ignored_labels(self, batch: Any) -> Tensor | None:
+        return None
+
+
 class _LeastPrecise(TorchDispatchMode):
-    """Watches which floating point types operations compute in."""
+    """Watches which floating point types a backward computes in; what it does not reach does not matter."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -70,6 +70,12 @@ def rows_between(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
 
 
+def spread_rows(batch: Any, rows: int) -> Any:
+    """As many rows, spread evenly over the batch, since neighbours are often alike."""
+    chosen = torch.linspace(0, rows_of(batch) - 1, rows).round().long()
+    return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)] if tensor.dim() else tensor, batch)
+
+
 def to_device(piece: Any, device: torch.device | None) -> Any:
     """A piece on the model's device. Only a copy away from the host may run ahead of it safely."""
     if device is None:

@@ -3,7 +3,7 @@
 L = Σ total_i / Σ count_i
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._errors import BatchError
 from ._cut import rows_if_known, to_device
 from ._ledger import Ledger
-from ._loss import read
+from ._loss import LossFunction, read
 from ._model import Model, only_device
 from ._result import Result
 from ._tokens import ignored_labels
@@ -22,7 +22,7 @@ from ._verdict import judge
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module | Iterable[nn.Module] | Iterable[Tensor], loss_fn: Callable[[Any], Any], loader: Iterable[Any]
+    model: nn.Module | Iterable[nn.Module] | Iterable[Tensor], loss_fn: LossFunction, loader: Iterable[Any]
 ) -> Result:
     """The loss over everything that a loader yields, in eval mode and without gradients.
 
@@ -50,7 +50,7 @@ def evaluate(
     if not ledger.pieces:
         raise BatchError("the loader yielded nothing: there is nothing to evaluate")
     totals = ledger.totals()
-    verdict = judge(totals, ignored_labels=any_ignored if ledger.has_means_over_rows else None)
+    verdict = judge(totals, ignored_labels=any_ignored if ledger.counts_rows_only else None)
     return Result.of(totals, verdict, ledger)
 
 

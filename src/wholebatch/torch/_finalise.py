@@ -25,9 +25,14 @@ def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None
         scale(given, factor)
         return None
     # One pass over the gradients divides and clips them; the norm of the quotient is the quotient of the norm.
-    norm = get_total_norm([_values(gradient) for gradient in given]) * factor
+    norm = norm_of(given) * factor
     scale(given, factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm over all entries."""
+    return get_total_norm([_values(gradient) for gradient in gradients])
 
 
 def _values(gradient: Tensor) -> Tensor:

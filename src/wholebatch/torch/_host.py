@@ -1,7 +1,39 @@
 """Reading device values on the host, all of them in one transfer."""
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
+
+from ._loss import Number
+
+
+@dataclass
+class Asked:
+    """Values that somebody wants to know; empty until they are read, and if there is no tensor."""
+
+    tensor: Tensor | None
+    values: list[Number] = field(default_factory=list)
+
+
+class HostReads:
+    """Collects what has to be known, then reads all of it at once."""
+
+    def __init__(self) -> None:
+        self._asked: list[Asked] = []
+
+    def ask(self, tensor: Tensor | None) -> Asked:
+        """Put a tensor on the list."""
+        asked = Asked(tensor)
+        if tensor is not None:
+            self._asked.append(asked)
+        return asked
+
+    def fetch(self) -> None:
+        """Fill in the values."""
+        tensors = [asked.tensor for asked in self._asked if asked.tensor is not None]
+        for asked, arrived in zip(self._asked, read_once(tensors), strict=True):
+            asked.values = arrived.tolist()
 
 
 def read_once(values: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ class Ledger:
         self._num_pieces = num_pieces
         self._terms: dict[str, Column] = {}
         self._metrics: dict[str, Column] = {}
+        self.graphless: list[int] = []
         self.pieces = 0
         self.rows: int | None = 0
 
@@ -30,9 +31,10 @@ class Ledger:
         _append("metrics", self._metrics, reading.metrics, self.pieces)
 
     @property
-    def has_means_over_rows(self) -> bool:
-        """Whether a term was a scalar."""
-        return any(column.per is Per.ROWS for column in self._terms.values())
+    def counts_rows_only(self) -> bool:
+        """Whether there were scalars and no `Mean`, whose author would know what else there is to count."""
+        kinds = {column.per for column in self._terms.values()}
+        return Per.ROWS in kinds and Per.OWN_COUNT not in kinds
 
     def totals(self) -> Totals:
         """The sums over all pieces."""

@@ -11,7 +11,7 @@ Reading never looks at a value on a device, so it never waits for one.
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +22,8 @@ from torch import Tensor
 from .._errors import CountError, LossError, LossTypeError
 from .._mean import Mean, Sum
 
+LossFunction = Callable[[Any], Any]
+CountFunction = Callable[[Any], Any]
 Number = int | float
 Count = Number | Tensor
 
@@ -37,7 +39,7 @@ class Per(Enum):
     NOTHING = "nothing"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen, since one is made per piece and that would take twice as long
 class Term:
     """One piece's part of a term: `weight · value` of the total and `count` of the count."""
 
@@ -87,13 +89,18 @@ def _term(what: str, value: Any, rows: int | None) -> Term:
 def _metric(name: str, value: Any, rows: int | None) -> Term:
     """Metrics are not differentiated, so plain numbers do as well."""
     what = f"metric {name!r}"
-    if isinstance(value, Mean) and isinstance(value.total, numbers.Real):
-        value = Mean(torch.tensor(float(value.total)), value.count)
-    elif isinstance(value, Sum) and isinstance(value.total, numbers.Real):
-        value = Sum(torch.tensor(float(value.total)))
-    elif isinstance(value, numbers.Real):
-        value = torch.tensor(float(value))
-    return _term(what, value, rows)
+    if isinstance(value, Mean):
+        value = Mean(_as_tensor(value.total), value.count)
+    elif isinstance(value, Sum):
+        value = Sum(_as_tensor(value.total))
+    return _term(what, _as_tensor(value), rows)
+
+
+def _as_tensor(value: Any) -> Any:
+    """Numbers as tensors that keep all their digits."""
+    if isinstance(value, numbers.Integral):
+        return torch.tensor(int(value))
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, numbers.Real) else value
 
 
 def _scalar(what: str, value: Any) -> Tensor:

@@ -26,7 +26,7 @@ class Series:
     def append(self, value: Count) -> None:
         """Take the next piece's."""
         if isinstance(value, Tensor):
-            self._room_for(value)[len(self._numbers)] = value.detach()
+            self._buffer_for(value)[len(self._numbers)] = value.detach()
             self._numbers.append(0)
         else:
             self._numbers.append(value)
@@ -40,16 +40,26 @@ class Series:
         """All entries, or None if there were only numbers."""
         if self._buffer is None:
             return None
-        entries = self._buffer[: len(self._numbers)]
-        return entries + torch.tensor(self._numbers).to(entries) if any(self._numbers) else entries
+        entries = self._grown(self._buffer)[: len(self._numbers)]
+        if not any(self._numbers):
+            return entries
+        whole = all(isinstance(number, int) for number in self._numbers)
+        dtype = torch.int64 if whole else torch.promote_types(entries.dtype, torch.float32)
+        return entries + torch.tensor(self._numbers, dtype=dtype).to(entries.device)
 
-    def _room_for(self, value: Tensor) -> Tensor:
+    def _buffer_for(self, value: Tensor) -> Tensor:
+        dtype = _wide(value.dtype)
         if self._buffer is None:
-            self._capacity = max(self._capacity, 2 * len(self._numbers))
-            self._buffer = torch.zeros(self._capacity, dtype=_wide(value.dtype), device=value.device)
-        elif len(self._numbers) == len(self._buffer):
-            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)])
+            self._buffer = torch.zeros(self._capacity, dtype=dtype, device=value.device)
+        elif self._buffer.dtype != dtype:  # such as a constant 0 in the first piece
+            self._buffer = self._buffer.to(torch.promote_types(self._buffer.dtype, dtype))
+        self._buffer = self._grown(self._buffer)
         return self._buffer
+
+    def _grown(self, buffer: Tensor) -> Tensor:
+        """With room for one more entry than there are; doubling makes that rare."""
+        missing = len(self._numbers) + 1 - len(buffer)
+        return buffer if missing <= 0 else torch.cat([buffer, buffer.new_zeros(max(missing, len(buffer)))])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

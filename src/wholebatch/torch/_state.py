@@ -10,7 +10,7 @@ class Snapshot:
     """Buffers and random states as they were; `restore` brings them back after a failure."""
 
     def __init__(self, model: Model) -> None:
-        self._owners = [(owner, dict(owner._buffers)) for module in model.modules for owner in module.modules()]
+        self._owners = [(owner, dict(owner._buffers.items())) for module in model.modules for owner in module.modules()]
         self._contents: dict[int, tuple[Tensor, Tensor]] = {}
         for _, buffers in self._owners:
             for buffer in buffers.values():
@@ -24,13 +24,19 @@ class Snapshot:
         }
 
     def restore(self) -> None:
-        """Put back the buffers, by identity and by value, and the generators."""
-        for owner, buffers in self._owners:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, content in self._contents.values():
-                buffer.copy_(content)
+        """Put back the generators, and the buffers by identity and by value."""
         torch.set_rng_state(self._cpu_generator)
         for device, state in self._generators.items():
             torch.get_device_module(device).set_rng_state(state, device)
+        self.restore_buffers()
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Put back the buffers alone."""
+        for owner, buffers in self._owners:
+            if isinstance(owner._buffers, dict):  # not a scripted module's, whose buffers cannot be exchanged
+                owner._buffers.clear()
+                owner._buffers.update(buffers)
+        for buffer, content in self._contents.values():
+            if not torch.equal(buffer, content):  # most never change, and some (expanded ones) cannot be written
+                buffer.copy_(content)

@@ -47,6 +47,12 @@ class Step:
                 "ReduceLROnPlateau follows a validation loss: step it yourself, scheduler.step(validation_loss)"
             )
 
+    def require_optimizer(self) -> "Step":
+        """Itself, unless there is nothing to step."""
+        if not self.optimizers:
+            raise OptionTypeError("optimizer must be a torch optimizer or a sequence of them, got none")
+        return self
+
     def unscale_and_clip(self, sums: GradientSums) -> Tensor | None:
         """With a scaler, gradients have their true size only now."""
         for optimizer in self.optimizers:

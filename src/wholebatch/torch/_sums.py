@@ -5,7 +5,7 @@ While the batch is open `.grad` has the dtype that the sums need (a leaf's `grad
 no second set of gradients exists; `commit` rounds once, leaf by leaf.
 
 The gradient goes wherever `.backward()` of the whole batch would have put it: leaves that the loss reaches
-outside the given parameters (another model, an input) are adopted when the first piece shows them.
+outside the given parameters (another model, an input) are adopted when a piece shows them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,29 +22,39 @@ SumDtype = torch.dtype | Literal["auto"]
 
 
 class GradientSums:
-    """The sums of one batch. `.grad` of every leaf belongs to them until `commit` or `restore`.
+    """The sums of one batch. `.grad` of every leaf belongs to them from `begin` to `commit` or `restore`."""
 
-    Args:
-        parameters: the model's parameters; those that do not require grad are left alone.
-        dtype: what to sum in; None for each gradient's own dtype.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], dtype: SumDtype | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
+        self._dtype: SumDtype | None = None
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
         self._grad_dtypes: list[torch.dtype | None] = []
+        self._known: set[int] = set()
+        self._given = 0
         self._aside: list[Tensor | None] | None = None
-        self._own([parameter for parameter in parameters if parameter.requires_grad])
+
+    def begin(self, parameters: Iterable[Tensor], dtype: SumDtype | None = None) -> None:
+        """Take over `.grad` of the parameters.
+
+        Args:
+            parameters: the model's; those that do not require grad are left alone.
+            dtype: what to sum in; None for each gradient's own dtype.
+        """
+        self._dtype = dtype
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._own(parameter)
         self._given = len(self._leaves)
 
-    def adopt(self, *roots: Tensor) -> None:
+    def adopt(self, roots: Iterable[Tensor]) -> None:
         """Own the leaves that a backward from `roots` would reach besides the given parameters."""
-        known = set(map(id, self._leaves))
-        self._own([leaf for leaf in _reachable_leaves(roots) if id(leaf) not in known])
+        for leaf in _reachable_leaves(roots):
+            if id(leaf) not in self._known:
+                self._own(leaf)
 
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
+        self.adopt(main.values + aside.values)
         if main.values:
             torch.autograd.backward(main.values, main.seeds, retain_graph=bool(aside.values))
         if aside.values:
@@ -81,7 +91,10 @@ class GradientSums:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Leave the sums in `.grad`, rounded, in the tensors that were there before, if there were any."""
+        """Leave the sums in `.grad`, rounded, in the tensors that were there before, if there were any.
+
+        From the first of those on there is no way back, as nothing holds their old contents.
+        """
         for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=True):
             gradient = _release(leaf, dtype)
             if gradient is None:
@@ -92,20 +105,30 @@ class GradientSums:
             else:
                 leaf.grad = gradient.to(dtype or leaf.dtype)
 
+    def forget(self) -> None:
+        """Make all sums zero, and drop what was not a number with them."""
+        for leaf, before in zip(self._leaves, self._before, strict=True):
+            if before is not None:
+                leaf.grad = None
+            elif leaf.grad is not None:
+                leaf.grad = torch.zeros_like(leaf.grad)
+
     def restore(self) -> None:
         """Bring back `.grad` as it was before the batch; None stays None."""
-        for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=True):
+        for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=False):
             _release(leaf, dtype)
             leaf.grad = before
 
-    def _own(self, leaves: list[Tensor]) -> None:
-        for leaf in leaves:
-            self._leaves.append(leaf)
-            self._before.append(leaf.grad)
-            self._grad_dtypes.append(leaf.grad_dtype)
-            leaf.grad = None
-            if self._dtype is not None and leaf.is_floating_point():
-                leaf.grad_dtype = _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype)
+    def _own(self, leaf: Tensor) -> None:
+        self._grad_dtypes.append(leaf.grad_dtype)
+        self._before.append(leaf.grad)
+        self._leaves.append(leaf)  # noted first and changed afterwards, so that an interruption can be undone
+        self._known.add(id(leaf))
+        leaf.grad = None
+        if self._dtype is not None and leaf.is_floating_point():
+            leaf.grad_dtype = _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype)
+        if self._aside is not None:
+            self._aside.append(None)
 
     def _swap(self) -> None:
         aside = self._aside or [None] * len(self._leaves)
@@ -155,8 +178,14 @@ def _sum(gradient: Tensor, other: Tensor) -> Tensor:
     return gradient.add_(other)
 
 
-def _reachable_leaves(roots: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+def _reachable_leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Leaves that the graph shows; a reentrant checkpoint hides those inside it."""
+    waiting = []
+    for root in roots:
+        if root.grad_fn is None:
+            yield root
+        else:
+            waiting.append(root.grad_fn)
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -1,6 +1,6 @@
 """Token losses: the language-model loss as a ratio, and the trap of reading it as a mean over rows."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,10 +55,10 @@ def ignored_labels(batch: Any) -> Tensor | None:
     return torch.stack(flags).any() if flags else None
 
 
-def refuse_ignored_labels() -> None:
+def refuse_ignored_labels() -> NoReturn:
     """A mean over tokens, split by rows, is the commonest bug of gradient accumulation."""
     raise LossError(
-        "the loss is a scalar, read as a mean over rows, but the batch's labels hold -100: it is a mean over "
+        'the loss is a scalar, read as a mean over rows, but the batch\'s "labels" hold -100: it is a mean over '
         "tokens, and pieces hold different numbers of them. Return token_mean(logits, labels) or "
         "Mean(summed_loss, tokens) instead; for a transformers model, token_mean(model(...).logits, labels) "
         "or Mean(model(**batch, num_items_in_batch=1).loss, tokens)"

@@ -35,7 +35,7 @@ class Column:
             values = torch.zeros(len(self._weights))
         weighted = values * torch.tensor(self._weights).to(values) if self.per is Per.ROWS else values
         if counts is not None:
-            weighted = torch.where(counts.to(values.device) > 0, weighted, 0)
+            weighted = torch.where(counts.to(values.device) == 0, 0, weighted)
         count = 1 if self.per is Per.NOTHING else self._counts.sum()
         return Total(weighted.sum(), count, values, counts)
 
@@ -60,7 +60,9 @@ class Total:
     def ratio(self) -> Tensor:
         """The term's value, and 0 where nothing was counted."""
         if isinstance(self.count, Tensor):
-            return torch.where(self.count > 0, self.total / self.count, 0)
+            return torch.where(self.count == 0, 0, self.total / self.count)
+        if self.count == 1:
+            return self.total  # an integer Sum stays one
         return self.total / self.count if self.count else torch.zeros_like(self.total)
 
 
@@ -76,7 +78,12 @@ def reciprocal(count: Count) -> Number | Tensor:
     if not isinstance(count, Tensor):
         return 1 / count if count else 0.0
     wide = count.to(torch.float32 if count.device.type == "mps" else torch.float64)
-    return torch.where(wide > 0, 1 / wide, 0)
+    return torch.where(wide == 0, 0, 1 / wide)
+
+
+def is_positive(count: Count) -> bool:
+    """Whether a count is known to be positive without asking a device."""
+    return not isinstance(count, Tensor) and count > 0
 
 
 def is_zero(count: Count) -> bool:

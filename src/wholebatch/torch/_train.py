@@ -1,7 +1,7 @@
 """A whole training run: one step per batch, whether the loader yields batches or their pieces."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from .._errors import BatchError, OptionError
 from .._plan import positive_integer
 from ._accumulator import Accumulator, Optimizers
+from ._loss import LossFunction
 from ._model import Model
 from ._result import Result
 from ._step import Step
@@ -42,7 +43,7 @@ def train(
     model: nn.Module | Iterable[nn.Module] | Iterable[Tensor],
     loader: Iterable[Any],
     optimizer: Optimizers,
-    loss_fn: Callable[[Any], Any],
+    loss_fn: LossFunction,
     *,
     epochs: int = 1,
     accumulation_steps: int = 1,
@@ -141,9 +142,7 @@ class _Epoch:
         history.steps += len(losses)
 
 
-def _under_autocast(
-    loss_fn: Callable[[Any], Any], device_type: str, precision: Precision | None
-) -> Callable[[Any], Any]:
+def _under_autocast(loss_fn: LossFunction, device_type: str, precision: Precision | None) -> LossFunction:
     if precision not in _AUTOCAST:
         return loss_fn
 

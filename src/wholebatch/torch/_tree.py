@@ -61,12 +61,22 @@ def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
 
 
 def _rebuild_mapping(node: Any, children: dict[Any, Any]) -> Any:
-    """A copy keeps what a mapping carries besides its items, such as a tokenizer's encodings."""
+    """A copy keeps what a mapping carries besides its items, such as a tokenizer's encodings.
+
+    Attributes that mirror an item follow it. A mapping whose copy shares its storage becomes a plain dict.
+    """
     if not hasattr(node, "__setitem__"):
         return children
     rebuilt = copy.copy(node)
+    mirrored = getattr(rebuilt, "__dict__", {})
     for key, child in children.items():
+        own = node[key]
         rebuilt[key] = child
+        if node[key] is not own:
+            node[key] = own
+            return children
+        if mirrored.get(key) is own:
+            mirrored[key] = child
     return rebuilt
 
 

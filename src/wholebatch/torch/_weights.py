@@ -9,6 +9,7 @@ denominators cannot share a buffer; where terms of both kinds meet, they get a b
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .._errors import CountError, LossError
 from ._loss import Count, Number, Per, Reading, Term
-from ._totals import Totals, is_zero, reciprocal
+from ._totals import Totals, is_positive, is_zero, reciprocal
 
 
 class Pass(NamedTuple):
@@ -32,18 +33,23 @@ class Weights:
     Args:
         rows: rows of the whole batch, where they are known beforehand.
         num_pieces: the number of pieces, where it is known beforehand; a single one's counts are the batch's.
+        counts: each term's count over the whole batch, where `counts=` gave them.
         loss_scale: what every seed is multiplied by besides, a scalar tensor.
         small_range: gradients pass through float16, where sums overflow that means would not.
     """
 
-    counts: dict[str, Count] | None = None
-    """Each term's count over the whole batch, where `counts=` gave them."""
-
     def __init__(
-        self, rows: int | None, num_pieces: int | None, *, loss_scale: Tensor | None = None, small_range: bool = False
+        self,
+        rows: int | None,
+        num_pieces: int | None,
+        counts: dict[str, Count] | None,
+        *,
+        loss_scale: Tensor | None,
+        small_range: bool,
     ) -> None:
         self._rows = rows
         self._num_pieces = num_pieces
+        self._counts = counts
         self._loss_scale = loss_scale
         self._small_range = small_range
         self._started = False
@@ -64,7 +70,7 @@ class Weights:
                 one_of = main if denominator is None or self._learned is None else aside
                 one_of.values.append(term.value)
                 one_of.seeds.append(self._seed(term, scale))
-        if counting and not main.values and not aside.values:
+        if not main.values and not aside.values and any(is_positive(term.count) for term in counting.values()):
             raise LossError(
                 "the loss has no graph: nothing in it depends on a tensor that requires grad"
                 + ("" if torch.is_grad_enabled() else " (gradients are switched off by torch.no_grad)")
@@ -80,11 +86,17 @@ class Weights:
     def _start(self, terms: dict[str, Term]) -> None:
         """Learn from the first piece which denominator is unknown, and choose what its sums are scaled by."""
         self._started = True
+        own = [name for name, term in terms.items() if term.per is Per.OWN_COUNT]
+        if self._counts is not None and self._counts.keys() != set(own):
+            raise CountError(
+                f"counts= names {_listed(self._counts)}, but the terms of the loss that have a count of their own are "
+                f"{_listed(own)}"
+            )
         unknown = [name for name, term in terms.items() if self._known_denominator(name, term) is None]
-        own = [name for name in unknown if terms[name].per is Per.OWN_COUNT]
+        own = [name for name in own if name in unknown]
         if len(own) > 1 or (own and len(own) < len(unknown)):
             raise CountError(
-                f"terms {', '.join(map(repr, unknown))} are divided by different counts, which must be known before "
+                f"terms {_listed(unknown)} are divided by different counts, which must be known before "
                 "the first backward: give counts= to .backward or .step, a function of a piece that returns each "
                 f"term's count, such as lambda piece: {{{', '.join(f'{name!r}: ...' for name in own)}}}"
             )
@@ -100,10 +112,8 @@ class Weights:
             return 1
         if term.per is Per.ROWS:
             return self._rows
-        if self.counts is not None:
-            if name not in self.counts:
-                raise CountError(f"counts= gives no count for term {name!r}, only for {', '.join(self.counts)}")
-            return self.counts[name]
+        if self._counts is not None:
+            return self._counts[name]
         return term.count if self._num_pieces == 1 else None
 
     def _seed(self, term: Term, scale: Number | Tensor) -> Tensor:
@@ -113,7 +123,7 @@ class Weights:
         if self._loss_scale is not None:
             seed = seed * self._loss_scale
         if isinstance(term.count, Tensor):
-            seed = torch.where(term.count.to(value.device) > 0, seed, 0)
+            seed = torch.where(term.count.to(value.device) == 0, 0, seed)
         return seed.to(value.dtype)
 
     def _constant(self, share: Number, value: Tensor) -> Tensor:
@@ -130,3 +140,7 @@ def _power_of_two_over(count: Count) -> Number | Tensor:
         wide = count.to(torch.float32)
         return torch.where(wide > 0, torch.frexp(wide).mantissa / wide, 1.0)
     return math.frexp(count)[0] / count if count else 1.0
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

@@ -21,18 +21,20 @@ _WIDE = {
 @contextmanager
 def in_float64(model: Model) -> Iterator[None]:
     """Swap the contents of parameters and buffers for float64 copies, and swap them back at the end."""
-    narrow: list[tuple[Tensor, Tensor]] = []
+    narrow: list[tuple[Tensor, Tensor, Tensor | None]] = []
     buffers = [buffer for module in model.modules for buffer in module.buffers()]
     try:
         for tensor in [*model.parameters(), *buffers]:
             if tensor.dtype in _WIDE:
-                narrow.append((tensor, tensor.data))
+                narrow.append((tensor, tensor.data, tensor.grad if tensor.is_leaf else None))
+                tensor.grad = None
                 tensor.data = widen(tensor.data)
         yield
     finally:
-        for tensor, data in narrow:
+        for tensor, data, gradient in narrow:
             tensor.grad = None  # it has the wide dtype
             tensor.data = data
+            tensor.grad = gradient
 
 
 def widen(batch: Any) -> Any:
