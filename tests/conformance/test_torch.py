@@ -21,6 +21,7 @@ from conformance.cases import (
 from reference import assert_exact
 
 PARAMS = make_params()
+NEEDS_COUNTS_BEFOREHAND = ("two means with counts of their own", "one mean beside a scalar and a sum")
 ALL_STRUCTURES = STRUCTURES | DATACLASSES | MAPPINGS
 
 
@@ -41,16 +42,27 @@ def assert_conforms(case, rows, cut, structure, batch=None):
     assert result.metrics.keys() == case.metrics.keys()
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_every_loss_form_under_every_cut(loss, cut):
-    assert_conforms(loss, ROWS, cut, STRUCTURES["dict"])
-
-
 @pytest.mark.parametrize("structure", ALL_STRUCTURES.values(), ids=ALL_STRUCTURES)
-@pytest.mark.parametrize("loss", ["scalar", "mean over masked tokens", "two means with counts of their own"])
-def test_every_structure(loss, structure):
-    assert_conforms(LOSSES[loss], ROWS, {"micro_batch_size": 4}, structure)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_every_loss_form_in_every_structure_under_every_cut(loss, structure):
+    for cut in CUTS.values():
+        assert_conforms(loss, ROWS, cut, structure)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 9], [10], [3, 0, 7]], ids=str)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_every_loss_form_in_a_window(loss, sizes):
+    assert_conforms(loss, ROWS, {}, adapter.windowed(sizes))
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 9], [10]], ids=str)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in NEEDS_COUNTS_BEFOREHAND])
+def test_every_loss_form_piece_by_piece(name, sizes):
+    batch = make_batch(ROWS)
+    result, split = adapter.added(LOSSES[name], PARAMS, batch, sizes)
+    loss, whole = adapter.whole(LOSSES[name].whole, PARAMS, batch)
+    assert_exact(split, whole)
+    assert result.loss.item() == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from conformance.cases import TRAINED, LossCase, Structure
-from wholebatch.torch import Accumulator, Result
+from wholebatch.torch import Accumulator, Result, Window
 from wholebatch.torch._tree import map_tensors
 
 Arrays = dict[str, np.ndarray]
@@ -35,6 +35,25 @@ def split(
         counts=case.counts and (lambda piece: case.counts(structure.unpack(piece))),
     )
     return result, gradients(leaves)
+
+
+def windowed(sizes: list[int]) -> Structure:
+    """The batch as a window of pieces of these sizes."""
+
+    def pack(batch: dict[str, torch.Tensor]) -> Window:
+        parts = {name: tensor.split(sizes) for name, tensor in batch.items()}
+        return Window({name: part[i] for name, part in parts.items()} for i in range(len(sizes)))
+
+    return Structure(pack, lambda piece: piece)
+
+
+def added(case: LossCase, params: Arrays, batch: Arrays, sizes: list[int]) -> tuple[Result, Arrays]:
+    """The library's gradient in a loop that runs the pieces itself."""
+    leaves = make_leaves(params)
+    accumulator = Accumulator(leaves.values())
+    for piece in windowed(sizes).pack(to_torch(batch)):
+        accumulator.add(case.split(leaves, piece, torch), rows=len(piece["x"]))
+    return accumulator.finish(), gradients(leaves)
 
 
 def whole(objective: Any, params: Arrays, batch: Arrays) -> tuple[float, Arrays]:

@@ -1,5 +1,7 @@
 """A batch that fails leaves no trace: gradients, buffers and random generators are as before the call."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -170,3 +172,67 @@ def test_discard_forgets_and_the_next_batch_is_right():
     accumulator.add(loss_fn((x, y)), rows=10)
     accumulator.finish()
     assert_exact(take_gradients(model), whole)
+
+
+def test_raise_restores_buffers_and_generators_too():
+    model, (x, y) = Disturbing(), make_data()
+    x[7] = float("nan")
+    buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    random_state = torch.get_rng_state()
+    with pytest.raises(ArithmeticError):
+        Accumulator(model, num_micro_batches=3).backward(make_loss(model), (x, y))
+    assert {name: b for name, (b, _) in buffers.items()} == dict(model.named_buffers())
+    assert all(torch.equal(b, before) for b, before in buffers.values())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_buffers_that_cannot_be_written_or_exchanged_do_not_hide_the_error():
+    class Expanded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+            self.register_buffer("expanded", torch.zeros(1).expand(5))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is on its way out
+        scripted = torch.jit.script(make_model())
+    for model in (Expanded(), scripted):
+        with pytest.raises(RuntimeError, match="boom"):
+            Accumulator(model, num_micro_batches=4).backward(
+                failing_at(make_loss(model), 3, RuntimeError("boom")), make_data()
+            )
+        assert all(not buffer.any() for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("at", ["begin", "add", "finalise", "judge", "commit"])
+def test_an_interrupt_anywhere_before_the_step_leaves_no_trace(at, monkeypatch):
+    model, data = Disturbing(), make_data()
+    places = {
+        "begin": "wholebatch.torch._sums._sum_dtype",
+        "add": "wholebatch.torch._sums._reachable_leaves",
+        "finalise": "wholebatch.torch._batch.finalise",
+        "judge": "wholebatch.torch._batch.judge",
+        "commit": "wholebatch.torch._batch.GradientSums.commit",
+    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter) if name != "inner.0.bias" else None
+        gradients[name] = parameter.grad
+    random_state = torch.get_rng_state()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(places[at], interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Accumulator(model, num_micro_batches=3).step(make_loss(model), data, torch.optim.SGD(model.parameters(), 0.1))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is gradients[name]
+        assert parameter.grad is None or torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.calls == 0

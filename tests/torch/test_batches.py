@@ -1,6 +1,7 @@
 """Cut: structures, what goes whole to each piece, windows, and pieces on the model's device."""
 
 from collections import defaultdict
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from reference import assert_exact
 from wholebatch import BatchError, Mean, OptionError, OptionTypeError
 from wholebatch.torch import Accumulator, Window, backward, windows
-from wholebatch.torch._cut import Cut, to_device
+from wholebatch.torch._cut import Cut, spread_rows, to_device
 from wholebatch.torch._tree import map_tensors, tensors
 
 
@@ -216,3 +217,53 @@ def test_loose_parameters_and_several_modules_are_models():
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(TypeError, match="model must be a module, several modules or an iterable of parameters"):
         Accumulator(model)
+
+
+class Wrapping(MutableMapping):
+    """A mapping whose copy shares its storage."""
+
+    def __init__(self, **items):
+        self.items_inside = items
+
+    def __getitem__(self, key):
+        return self.items_inside[key]
+
+    def __setitem__(self, key, value):
+        self.items_inside[key] = value
+
+    def __delitem__(self, key):
+        del self.items_inside[key]
+
+    def __iter__(self):
+        return iter(self.items_inside)
+
+    def __len__(self):
+        return len(self.items_inside)
+
+
+class Attributes(dict):
+    """A dict whose items are attributes too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+def test_a_mapping_whose_copy_shares_its_storage_is_not_written_to():
+    batch = Wrapping(x=torch.arange(4), y=torch.arange(4))
+    pieces = pieces_of(batch, micro_batch_size=2)
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert batch["x"].tolist() == batch["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_attributes_that_mirror_items_are_cut_with_them():
+    for piece in pieces_of(Attributes(x=torch.arange(4)), micro_batch_size=2):
+        assert len(piece.x) == len(piece["x"]) == 2
+
+
+@pytest.mark.parametrize(("rows", "spread"), [(1, [0]), (3, [0, 4, 9]), (10, list(range(10)))])
+def test_rows_can_be_spread_over_a_batch(rows, spread):
+    batch = {"x": torch.arange(10), "scale": torch.tensor(2.0)}
+    part = spread_rows(batch, rows)
+    assert part["x"].tolist() == spread
+    assert part["scale"] is batch["scale"]

@@ -159,3 +159,69 @@ def test_sparse_and_unused_parameters_are_compared():
     report = check(model, loss_fn, data)
     assert report.exact
     assert report.parameters["unused"] == 0
+
+
+def test_rows_that_are_alike_in_the_beginning_do_not_deceive_it():
+    """Sorted by length, the first rows all hold the same number of tokens."""
+    model, (x, _) = single()
+    mask = torch.zeros(10, 6)
+    for row in range(10):
+        mask[row, : 6 if row < 7 else 1] = 1
+
+    def mean_over_mask(piece):
+        x, mask = piece
+        return (model(x).square().sum(-1, keepdim=True) * mask).sum() / mask.sum()
+
+    assert not check(model, mean_over_mask, (x, mask)).exact
+
+
+def test_a_metric_of_little_precision_does_not_excuse_a_wrong_loss():
+    model, data = single()
+
+    def loss_fn(piece):
+        loss = WRONG["a weighted mean as a scalar"](model)(piece)
+        return loss, {"logits": model(piece[0]).detach().bfloat16().mean()}
+
+    report = check(model, loss_fn, data)
+    assert not report.exact
+    assert report.dtype == torch.float64
+
+
+def test_a_gradient_that_is_zero_everywhere_proves_nothing():
+    model, data = single()
+    with pytest.raises(BatchError, match="zero everywhere: there is nothing to compare"):
+        check(model, lambda b: (model(b[0]) * 0).sum(), data)
+
+
+def test_several_means_are_checked_with_the_counts_of_the_loss():
+    model, data = single()
+
+    def two_means(piece):
+        losses = nn.functional.cross_entropy(model(piece[0]), piece[1], reduction="none")
+        return {"all": Mean.of(losses), "some": Mean.of(losses, where=piece[1] > 0)}
+
+    assert check(model, two_means, data).exact
+    assert not check(model, lambda b: {name: t * t.count for name, t in two_means(b).items()}, data).exact
+
+
+def test_gradients_of_frozen_parameters_are_kept():
+    model, data = single()
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = gradient = torch.ones_like(model[0].bias)
+    check(model, make_loss(model), data)
+    assert model[0].bias.grad is gradient
+
+
+def test_every_cut_starts_from_the_same_buffers():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+            self.register_buffer("rows", torch.zeros(()))
+
+        def forward(self, x):
+            self.rows += len(x)
+            return self.inner(x) * (1 + (self.rows > 7))
+
+    model = Counting()
+    assert check(model, make_loss(model), make_data()).exact

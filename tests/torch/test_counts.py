@@ -165,3 +165,125 @@ def test_metrics_are_reported_over_the_whole_batch_and_not_differentiated():
     assert metrics["ratio"].item() == pytest.approx(right.double().mean().item())
     assert metrics["number"] == 6
     assert not any(metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("declared", [int, torch.tensor], ids=["declared int", "declared tensor"])
+@pytest.mark.parametrize("counted", [int, torch.tensor], ids=["counted int", "counted tensor"])
+def test_seeds_keep_the_precision_of_the_loss(declared, counted):
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn(data))
+    backward(
+        model,
+        lambda b: Mean(loss_fn(b) * len(b[0]), counted(len(b[0]))),
+        data,
+        counts=lambda b: declared(len(b[0])),
+        micro_batch_size=3,
+    )
+    assert_exact(take_gradients(model), whole)
+
+
+def test_a_total_beside_a_count_of_zero_is_left_out():
+    model, (x, y) = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn((x[5:], y[5:])))
+    counts = iter([0, 5])
+    result = backward(model, lambda b: Mean(loss_fn(b) * 5, torch.tensor(next(counts))), (x, y), micro_batch_size=5)
+    assert_exact(take_gradients(model), whole)
+    assert result.loss.item() == pytest.approx(loss_fn((x[5:], y[5:])).item())
+
+
+def spoilt(model):
+    """A masked mean whose gradient is NaN where the mask is empty, because it was divided by 0 on the way."""
+
+    def loss_fn(piece):
+        x, mask = piece
+        n = mask.sum()
+        return Mean((model(x).square().sum(-1) * mask).sum() / n * n, n)
+
+    return loss_fn
+
+
+def test_a_gradient_that_a_piece_without_a_count_has_spoilt_is_seen():
+    model, (x, _) = make_model(), make_data()
+    mask = torch.ones(10, dtype=torch.float64)
+    mask[:5] = 0
+    model[0].weight.grad = before = torch.ones_like(model[0].weight)
+    with pytest.raises(ArithmeticError, match="piece 1 of 2, which counts nothing, is nan, and so is its gradient"):
+        backward(model, spoilt(model), (x, mask), micro_batch_size=5)
+    assert model[0].weight.grad is before
+    accumulator = Accumulator(model, micro_batch_size=5, on_nonfinite="skip")
+    accumulator.backward(spoilt(model), (x, mask))
+    assert accumulator.skipped == 1
+    assert torch.equal(before, torch.ones_like(before))
+
+
+@pytest.mark.parametrize("size", [5, 10])
+def test_a_batch_without_a_count_has_zero_gradients_whatever_its_pieces_have(size):
+    model, (x, _) = make_model(), make_data()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    result = backward(model, spoilt(model), (x, torch.zeros(10, dtype=torch.float64)), micro_batch_size=size)
+    assert result.loss == 0
+    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+    assert torch.equal(model[0].bias.grad, torch.zeros_like(model[0].bias))
+
+
+def test_keep_keeps_a_count_that_is_not_a_number():
+    model, data = make_model(), make_data()
+    nan = torch.tensor(float("nan"))
+    result = backward(model, lambda b: Mean(make_loss(model)(b), nan), data, micro_batch_size=5, on_nonfinite="keep")
+    assert result.loss.isnan()
+    assert model[0].weight.grad.isnan().all()
+
+
+def test_a_piece_without_a_graph_is_judged_by_its_count():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+
+    def with_count(count):
+        losses = iter([Mean(torch.zeros(()), torch.tensor(count)), None])
+        return lambda b: next(losses) or Mean(loss_fn(b) * 5, torch.tensor(5))
+
+    assert backward(model, with_count(0), data, micro_batch_size=5).count == 5
+    with pytest.raises(ValueError, match="the loss of piece 1 has no graph"):
+        backward(model, with_count(3), data, micro_batch_size=5)
+
+
+def test_pieces_may_count_in_different_types():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn(data) * 10 / 7.5)
+    for kinds in ([torch.tensor(5), torch.tensor(2.5)], [torch.tensor(5), 2.5], [5, torch.tensor(2.5)]):
+        counts = iter(kinds)
+        result = backward(model, lambda b: Mean(loss_fn(b) * 5, next(counts)), data, micro_batch_size=5)  # noqa: B023
+        assert_exact(take_gradients(model), whole)
+        assert result.count == 7.5
+        assert result.loss.item() == pytest.approx(loss_fn(data).item() * 10 / 7.5)
+
+
+def test_a_term_may_be_a_constant_in_the_first_piece():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    terms = iter([torch.tensor(0), torch.tensor(0.0144, dtype=torch.float64)])
+    result = backward(model, lambda b: {"nll": loss_fn(b), "aux": Sum(next(terms))}, data, micro_batch_size=5)
+    assert result.terms["aux"].item() == 0.0144
+
+
+def test_numbers_in_metrics_keep_their_digits():
+    model, data = make_model(), make_data()
+    large = 2**25 + 1
+    metrics = {"sum": Sum(large), "float": Mean(0.1, 1), "mean": 0.1}
+    result = backward(model, lambda b: (make_loss(model)(b), metrics), data, micro_batch_size=5)
+    assert result.metrics["sum"].item() == 2 * large
+    assert result.metrics["float"].item() == result.metrics["mean"].item() == 0.1
+
+
+@pytest.mark.parametrize(("declared", "ok"), [(1000000, True), (1000001, False), (1000000.2, True), (1000100.5, False)])
+def test_declared_counts_have_to_agree(declared, ok):
+    model, data = make_model(), make_data()
+    loss_fn = lambda b: Mean(make_loss(model)(b), 1000000.0)  # noqa: E731
+    if ok:
+        backward(model, loss_fn, data, counts=lambda b: declared)
+    else:
+        with pytest.raises(ValueError, match="both must count the same items"):
+            backward(model, loss_fn, data, counts=lambda b: declared)

@@ -36,6 +36,36 @@ def test_the_counter_counts():
     assert counter.waits == 2
 
 
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.mark.parametrize("form", ["scalar", "mean", "terms", "metrics"])
+def test_no_method_that_reads_is_called_between_the_first_piece_and_the_last(form, monkeypatch):
+    """The dispatcher does not see all of them, and on the host they cost nothing; on a device they would."""
+    model, data = make_model(), make_data()
+    loss_fn, called, reads = CASES[form](model), [], []
+
+    def watched(name, method):
+        def read(tensor, *args, **kwargs):
+            if 1 <= len(called) < 10:
+                reads.append(name)
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+
+    def counted(piece):
+        loss = loss_fn(piece)
+        called.append(1)
+        return loss
+
+    Accumulator(model, num_micro_batches=10).backward(counted, data)
+    assert len(called) == 10
+    assert reads == []
+
+
 CASES = {
     "scalar": lambda model: make_loss(model),
     "mean": lambda model: lambda b: Mean(make_loss(model)(b), (b[1] >= 0).sum()),

@@ -5,7 +5,7 @@ import torch
 from models import make_data, make_loss, make_model, take_gradients, whole_gradients
 
 from reference import assert_exact
-from wholebatch import CountError, LossError, Mean, Sum
+from wholebatch import CountError, LossError, Mean, OptionError, Sum
 from wholebatch.torch import Accumulator
 
 SIZES = [4, 1, 5]
@@ -72,3 +72,39 @@ def test_terms_with_two_denominators_are_for_backward():
     loss = make_loss(model)(data)
     with pytest.raises(CountError, match="give counts= to .backward"):
         Accumulator(model).add({"a": loss, "b": Mean(loss * 10, 10)}, rows=10)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (-3, "rows must be at least 0, got -3"),
+        (2.5, "rows must be a positive integer"),
+        ("3", "rows must be"),
+        (True, "rows"),
+    ],
+)
+def test_rows_are_numbers_of_rows(rows, text):
+    model, data = make_model(), make_data()
+    with pytest.raises(OptionError, match=text):
+        Accumulator(model).add(make_loss(model)(data), rows=rows)
+
+
+def test_many_pieces_of_which_some_count_nothing():
+    model, data = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn(data))
+    accumulator = Accumulator(model)
+    for i in range(50):
+        count = 0 if i % 4 == 0 else 3
+        accumulator.add(Mean(loss_fn(data) * count, torch.tensor(count) if i % 3 else count))
+    result = accumulator.finish()
+    assert_exact(take_gradients(model), whole)
+    assert result.loss.item() == pytest.approx(loss_fn(data).item(), rel=1e-12)
+
+
+def test_finish_without_an_optimizer_counts_no_skipped_step():
+    model, data = make_model(), make_data()
+    accumulator = Accumulator(model)
+    accumulator.add(Mean(make_loss(model)(data), 0))
+    accumulator.finish()
+    assert accumulator.skipped == 0

@@ -90,3 +90,12 @@ def test_a_finite_batch_is_left_alone_by_all():
     for policy in ("raise", "skip", "keep"):
         result = Accumulator(model, micro_batch_size=4, on_nonfinite=policy).backward(make_loss(model), data)
         assert result.loss.isfinite()
+
+
+def test_skip_forgets_what_the_batch_left_in_buffers():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4).double(), make_model())
+    accumulator = Accumulator(model, on_nonfinite="skip")
+    accumulator.step(make_loss(model), poisoned(), torch.optim.SGD(model.parameters(), 0.1))
+    assert accumulator.skipped == 1
+    assert model[0].running_mean.isfinite().all()
+    assert model[0].num_batches_tracked == 0

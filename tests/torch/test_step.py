@@ -5,6 +5,7 @@ import torch
 from models import make_data, make_loss, make_model, take_gradients, whole_gradients
 
 from reference import assert_exact
+from wholebatch import OptionTypeError
 from wholebatch.torch import Accumulator
 
 
@@ -93,3 +94,19 @@ def test_a_norm_over_several_pieces_and_old_gradients_is_that_of_the_sum(had_gra
     norm = accumulator.finish(max_norm=1e9).grad_norm
     assert norm.item() == pytest.approx(sum((g**2).sum() for g in whole.values()) ** 0.5, rel=1e-12)
     assert_exact(take_gradients(model), whole)
+
+
+def test_gradients_of_the_model_and_of_the_optimizer_are_zeroed():
+    model, other = make_model(), torch.nn.Parameter(torch.ones(1))
+    for parameters in ([model[0].weight], [*model.parameters(), other]):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        other.grad = torch.ones(1)
+        Accumulator(model, micro_batch_size=4).step(make_loss(model), make_data(), optimizer)
+        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("optimizer", [None, [], ()])
+def test_a_step_needs_an_optimizer(optimizer):
+    with pytest.raises(OptionTypeError, match="optimizer must be a torch optimizer or a sequence of them, got none"):
+        Accumulator(make_model()).step(lambda b: pytest.fail("called"), make_data(), optimizer)

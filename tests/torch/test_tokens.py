@@ -1,5 +1,7 @@
 """The language-model loss as a ratio, and the refusal of its common misreading."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from models import take_gradients, whole_gradients
@@ -105,3 +107,34 @@ def test_a_mean_over_ignored_labels_and_a_scalar_without_them_are_accepted():
     backward(model, lambda b: token_mean(model(b["input_ids"]), b["labels"]), batch, micro_batch_size=2)
     batch["labels"] = batch["input_ids"]
     backward(model, scalar_loss(model), batch, micro_batch_size=2)
+
+
+@dataclass
+class Tokens:
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_labels_are_found_in_dataclasses_too():
+    model, batch = Tiny(), make_tokens()
+    with pytest.raises(LossError, match="token_mean"):
+        backward(model, lambda b: mean_over_tokens(model(b.input_ids), b.labels), Tokens(**batch))
+
+
+def test_a_scalar_beside_a_mean_is_taken_at_its_word():
+    """Who returns a Mean knows that there are tokens to count."""
+    model, batch = Tiny(), make_tokens()
+
+    def loss_fn(b):
+        logits = model(b["input_ids"])
+        return {"nll": token_mean(logits, b["labels"]), "size": logits.square().mean()}
+
+    def objective():
+        logits = model(batch["input_ids"])
+        return mean_over_tokens(logits, batch["labels"]) + logits.square().mean()
+
+    whole = whole_gradients(model, objective)
+    backward(model, loss_fn, batch, micro_batch_size=4)
+    assert_exact(take_gradients(model), whole)
+    with pytest.raises(LossError, match="token_mean"):
+        backward(model, lambda b: {"loss": scalar_loss(model)(b)}, batch, micro_batch_size=4)
