@@ -74,7 +74,10 @@ def read(returned: Any, rows: int | None) -> Reading:
 
 def _term(what: str, value: Any, rows: int | None) -> Term:
     if isinstance(value, Mean):
-        return Term(_scalar(f"the total of {what}", value.total), 1, _count(what, value.count), Per.OWN_COUNT)
+        total, count = _scalar(f"the total of {what}", value.total), _count(what, value.count)
+        if isinstance(count, Tensor) and count.device != total.device and count.device.type == "cpu":
+            count = count.item()  # the host knows it; a copy to the device would wait for the device
+        return Term(total, 1, count, Per.OWN_COUNT)
     if isinstance(value, Sum):
         return Term(_scalar(f"the total of {what}", value.total), 1, 1, Per.NOTHING)
     value = _scalar(what, value)

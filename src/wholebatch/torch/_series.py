@@ -45,7 +45,7 @@ class Series:
             return entries
         whole = all(isinstance(number, int) for number in self._numbers)
         dtype = torch.int64 if whole else torch.promote_types(entries.dtype, torch.float32)
-        return entries + torch.tensor(self._numbers, dtype=dtype).to(entries.device)
+        return entries + numbers_on(entries.device, self._numbers, dtype)
 
     def _buffer_for(self, value: Tensor) -> Tensor:
         dtype = _wide(value.dtype)
@@ -60,6 +60,12 @@ class Series:
         """With room for one more entry than there are; doubling makes that rare."""
         missing = len(self._numbers) + 1 - len(buffer)
         return buffer if missing <= 0 else torch.cat([buffer, buffer.new_zeros(max(missing, len(buffer)))])
+
+
+def numbers_on(device: torch.device, numbers: list[Number], dtype: torch.dtype) -> Tensor:
+    """Numbers as a tensor on a device, without waiting for it: only pinned memory is copied behind the host's back."""
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

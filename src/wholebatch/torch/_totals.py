@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._loss import Count, Number, Per, Term
-from ._series import Series
+from ._series import Series, numbers_on
 
 
 class Column:
@@ -33,7 +33,9 @@ class Column:
         values, counts = self._values.on_device(), self._counts.on_device()
         if values is None:  # no piece counted anything
             values = torch.zeros(len(self._weights))
-        weighted = values * torch.tensor(self._weights).to(values) if self.per is Per.ROWS else values
+        weighted = values
+        if self.per is Per.ROWS:
+            weighted = values * numbers_on(values.device, self._weights, values.dtype)
         if counts is not None:
             weighted = torch.where(counts.to(values.device) == 0, 0, weighted)
         count = 1 if self.per is Per.NOTHING else self._counts.sum()

@@ -1,0 +1,183 @@
+"""The paths that only a GPU takes; skipped where there is none."""
+
+import pytest
+import torch
+from models import make_data, make_loss, make_model, take_gradients
+from torch import nn
+
+from reference import assert_exact
+from wholebatch import LossError, Mean
+from wholebatch.torch import Accumulator, Window, backward, check, evaluate, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(seed=0):
+    return make_model(seed).cuda()
+
+
+def whole():
+    model, data = make_model(), make_data()
+    make_loss(model)(data).backward()
+    return take_gradients(model)
+
+
+FORMS = {
+    "scalar": lambda loss, n: loss,
+    "mean, counted on the host": lambda loss, n: Mean(loss * n, n),
+    "mean, counted by a host tensor": lambda loss, n: Mean(loss * n, torch.tensor(n)),
+    "mean, counted on the device": lambda loss, n: Mean(loss * n, torch.tensor(n, device="cuda")),
+    "mixed": lambda loss, n: {"m": Mean(0.5 * loss * n, torch.tensor(n, device="cuda")), "s": 0.5 * loss},
+    "metrics": lambda loss, n: (loss, {"n": n, "loss": loss}),
+}
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "pinned"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_pieces_go_to_the_device_and_the_gradient_is_exact(form, where):
+    model, (x, y) = on_gpu(), make_data()
+    data = {"cpu": (x, y), "cuda": (x.cuda(), y.cuda()), "pinned": (x.pin_memory(), y.pin_memory())}[where]
+    loss_fn = make_loss(model)
+    result = Accumulator(model, micro_batch_size=3).backward(lambda b: form(loss_fn(b), len(b[0])), data)
+    assert result.loss.device.type == "cuda"
+    model.cpu()
+    assert_exact({name: p.grad.cpu().numpy() for name, p in model.named_parameters()}, whole())
+
+
+@pytest.mark.parametrize("declared", ["host", "device"])
+def test_counts_beforehand(declared):
+    model, data = on_gpu(), make_data()
+    loss_fn = make_loss(model)
+    n = (lambda b: len(b[0])) if declared == "host" else (lambda b: torch.tensor(len(b[0]), device="cuda"))
+    form = FORMS["mean, counted on the device"]
+    Accumulator(model, micro_batch_size=3).backward(
+        lambda b: {"a": 0.5 * form(loss_fn(b), len(b[0])), "b": 0.5 * form(loss_fn(b), len(b[0]))},
+        data,
+        counts=lambda b: {"a": n(b), "b": n(b)},
+    )
+    model.cpu()
+    assert_exact({name: p.grad.cpu().numpy() for name, p in model.named_parameters()}, whole())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORMS)
+@pytest.mark.parametrize("pieces", [1, 10])
+def test_one_wait_per_batch(form, pieces):
+    model, (x, y) = on_gpu(), make_data()
+    data, loss_fn = (x.cuda(), y.cuda()), make_loss(model)
+    count = torch.tensor(10 // pieces, device="cuda")
+    forms = FORMS | {
+        "mean, counted on the device": lambda loss, n: Mean(loss * n, count),
+        "mixed": lambda loss, n: {"m": Mean(0.5 * loss * n, count), "s": 0.5 * loss},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accumulator = Accumulator(model, num_micro_batches=pieces)
+    step = lambda: accumulator.step(lambda b: forms[form](loss_fn(b), len(b[0])), data, optimizer, max_norm=1.0)  # noqa: E731
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as waits:
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1, [str(wait.message) for wait in waits]
+
+
+def test_out_of_memory_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda()
+    x = torch.randn(8, 4)
+    model[0].weight.grad = before = torch.ones_like(model[0].weight)
+    torch.cuda.manual_seed(0)
+    state = torch.cuda.get_rng_state()
+    calls = []
+
+    def loss_fn(piece):
+        calls.append(piece)
+        loss = model(piece).square().mean()
+        return loss if len(calls) < 3 else loss * torch.empty(2**45, device="cuda").sum()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(model, loss_fn, x, micro_batch_size=2)
+    assert model[0].weight.grad is before
+    assert torch.equal(before, torch.ones_like(before))
+    assert model[0].bias.grad is None
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    calls.clear()
+    backward(model, lambda piece: model(piece).square().mean(), x, micro_batch_size=2)
+
+
+def test_peak_memory_grows_with_the_piece_and_not_with_the_batch():
+    def peak(rows):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())]
+        model = nn.Sequential(*layers).cuda()
+        x = torch.randn(64 * 512, 256)[:rows]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = Accumulator(model, micro_batch_size=512)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            accumulator.step(lambda piece: model(piece).square().mean(), x, optimizer)
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(64 * 512) == pytest.approx(peak(4 * 512), rel=0.05)
+
+
+def test_a_scaler_skips_backs_off_and_recovers():
+    model, (x, y) = on_gpu().float(), make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+    accumulator = Accumulator(model, micro_batch_size=4)
+
+    def loss_fn(piece):
+        with torch.autocast("cuda", dtype=torch.float16):
+            return make_loss(model)(piece)
+
+    stepped = []
+    for batch in range(6):
+        bad = torch.where(torch.arange(10)[:, None] == 5, float("inf"), x.float()) if batch == 2 else x.float()
+        stepped.append(accumulator.step(loss_fn, (bad, y), optimizer, scaler=scaler, max_norm=1.0).stepped)
+    assert stepped == [True, True, False, True, True, True]
+    assert accumulator.skipped == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_summed_in_float32(dtype):
+    weight = nn.Parameter(torch.zeros(3, dtype=dtype, device="cuda"))
+    Accumulator([weight]).backward(lambda _: Mean(weight.sum(), 1) * 1000, Window(range(1000)))
+    assert weight.grad.tolist() == [1000.0] * 3
+    assert weight.grad.dtype == dtype
+
+
+def test_ignored_labels_are_found_where_they_are():
+    model, (x, y) = on_gpu(), make_data()
+    y[3] = -100
+    for labels in (y, y.cuda()):
+        batch = {"x": x, "labels": labels}
+        with pytest.raises(LossError, match="token_mean"):
+            backward(model, lambda b: make_loss(model)((b["x"], b["labels"])), batch, micro_batch_size=4)
+
+
+def test_checks_evaluates_and_trains():
+    model, data = on_gpu().float(), make_data()
+    x, y = data[0].float(), data[1]
+    assert check(model, make_loss(model), (x, y)).exact
+    loader = list(zip(x.split(4), y.split(4), strict=True))
+    before = evaluate(model, make_loss(model), loader)
+    assert before.rows == 10
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for precision in ("bf16", "fp16"):
+        history = train(
+            model, loader, optimizer, make_loss(model), epochs=10, accumulation_steps=3, precision=precision
+        )
+        assert history.steps >= 8
+    assert evaluate(model, make_loss(model), loader).loss < before.loss
+
+
+def test_batch_norm_statistics_follow_the_whole_batch():
+    norm, twin = (nn.BatchNorm1d(4).double().cuda() for _ in range(2))
+    x = make_data()[0].cuda()
+    twin(x)
+    with pytest.warns(UserWarning, match="each piece"):
+        backward(norm, lambda b: norm(b).square().mean(), x, micro_batch_size=3, batch_norm="micro")
+    assert torch.allclose(norm.running_mean, twin.running_mean, rtol=1e-12)
+    assert torch.allclose(norm.running_var, twin.running_var, rtol=1e-12)
