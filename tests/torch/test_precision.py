@@ -147,9 +147,43 @@ def test_sums_over_many_tokens_stay_in_the_range_of_float16(as_count, known):
     assert weight.grad.tolist() == [1.0]
 
 
-def test_a_first_piece_that_counts_nothing_does_not_break_the_scale():
+@pytest.mark.parametrize("as_count", [int, torch.tensor], ids=["int", "tensor"])
+def test_a_first_piece_that_counts_nothing_does_not_break_the_scale(as_count):
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
-    for as_count in (int, torch.tensor):
-        weight.grad = None
-        Accumulator([weight]).backward(lambda n: Mean((weight * n).sum(), as_count(n)), Window([0, 3, 5]))  # noqa: B023
-        assert weight.grad.tolist() == [1.0]
+    pieces = Window([0, 2**22, 2**22, 2**22])
+    Accumulator([weight]).backward(lambda n: Mean((weight.float() * n).sum(), as_count(n)), pieces)
+    assert weight.grad.tolist() == [1.0]
+
+
+def test_a_batch_leaves_parameters_free_to_change_their_dtype():
+    model, data = make_model().float(), (make_data()[0].float(), make_data()[1])
+    backward(model, make_loss(model), data, micro_batch_size=3)
+    model.zero_grad()
+    model.double()
+    backward(model, make_loss(model), make_data(), micro_batch_size=3)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_check_sees_the_same_after_a_batch_in_16_bits():
+    from wholebatch.torch import check
+
+    model, (x, y) = make_model().bfloat16(), make_data()
+    data = (x.bfloat16(), y)
+    weighted = lambda b: nn.functional.cross_entropy(  # noqa: E731
+        model(b[0]), b[1], weight=torch.tensor([1.0, 1.01, 1.0], dtype=b[0].dtype)
+    )
+    before = check(model, weighted, data)
+    backward(model, make_loss(model), data, micro_batch_size=3)
+    model.zero_grad()
+    after = check(model, weighted, data)
+    assert not before.exact
+    assert (after.exact, after.error, after.dtype) == (before.exact, before.error, before.dtype)
+
+
+def test_the_norm_of_one_piece_does_not_overflow_in_float16():
+    weight = nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    accumulator = Accumulator([weight], num_micro_batches=1)
+    accumulator.step(
+        lambda _: (weight.float() * 40000).sum(), torch.ones(2), torch.optim.SGD([weight], 1e-3), max_norm=1.0
+    )
+    assert weight.tolist() == pytest.approx([-1e-3 / 8**0.5] * 8, rel=1e-2)

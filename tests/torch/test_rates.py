@@ -42,3 +42,21 @@ def test_the_warm_up_counts_optimizer_steps():
 def test_misuse_is_refused(options, text):
     with pytest.raises(OptionError, match=text):
         scale_lr(make_optimizer(), **{"batch_size": 64, "base_batch_size": 32} | options)
+
+
+@pytest.mark.parametrize("how", ["sequential", "list"])
+def test_a_decay_follows_from_the_scaled_rate(how):
+    optimizer = make_optimizer()
+    warm_up = scale_lr(optimizer, batch_size=128, base_batch_size=32, warmup_steps=2)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if how == "sequential":
+        schedulers = [torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[2])]
+    else:
+        schedulers = [warm_up, decay]
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.2] if how == "sequential" else [0.2, 0.2, 0.1, 0.05])

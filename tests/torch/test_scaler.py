@@ -7,7 +7,7 @@ from torch import nn
 
 from reference import assert_exact
 from wholebatch import Mean
-from wholebatch.torch import Accumulator
+from wholebatch.torch import Accumulator, Window
 
 
 def make_scaler(**options):
@@ -203,3 +203,129 @@ def test_misuse_is_refused(options, text):
     accumulator = Accumulator(make_model())
     with pytest.raises(ValueError, match=text):
         accumulator.finish(**options)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_an_overflow_in_one_optimizers_gradients_holds_back_all(max_norm):
+    models = [make_model(0), make_model(1)]
+    x, y = make_data()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    before = [weights(model) for model in models]
+    scaler = make_scaler()
+    accumulator = Accumulator(models, micro_batch_size=4)
+
+    def loss_fn(piece):
+        return {"a": make_loss(models[0])(piece), "b": make_loss(models[1])(piece) * float("inf")}
+
+    result = accumulator.step(loss_fn, (x, y), optimizers, scaler=scaler, max_norm=max_norm)
+    assert (result.stepped, accumulator.skipped, scaler.get_scale()) == (False, 1, 2.0**9)
+    for model, start, optimizer in zip(models, before, optimizers, strict=True):
+        assert_exact(weights(model), start)
+        assert not optimizer.state
+
+
+@pytest.mark.parametrize("way", ["step", "finish"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_gradients_that_were_there_are_added_once(way, max_norm):
+    raw, ours, data = make_model(), make_model(), make_data()
+    raw_optimizer, our_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (raw, ours))
+    scaler, raw_scaler = make_scaler(), make_scaler()
+    for _ in range(2):
+        raw_scaler.scale(make_loss(raw)(data)).backward()
+    raw_scaler.unscale_(raw_optimizer)
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(raw.parameters(), max_norm)
+    raw_optimizer.step()
+
+    scaler.scale(make_loss(ours)(data)).backward()
+    accumulator = Accumulator(ours, micro_batch_size=4)
+    if way == "step":
+        accumulator.step(make_loss(ours), data, our_optimizer, scaler=scaler, max_norm=max_norm)
+    else:
+        accumulator.add(make_loss(ours)(data), rows=10)
+        accumulator.finish(our_optimizer, scaler=scaler, max_norm=max_norm)
+    assert_exact(weights(ours), weights(raw), tolerance=1e-9)
+
+
+def test_token_sums_under_a_scaler_have_the_size_of_means():
+    """2**18 tokens and a scale of 2**10 would overflow float16; so would tokens alone."""
+    tokens = 2**18
+    weight = nn.Parameter(torch.zeros(1))
+
+    def loss_fn(_):
+        return Mean(weight.half().float().sum() * tokens, torch.tensor(tokens))
+
+    accumulator = Accumulator([weight])
+    accumulator.backward(loss_fn, Window(range(4)), scaler=make_scaler())
+    assert weight.grad.item() == 2.0**10
+
+
+def test_two_accumulators_may_share_a_scaler():
+    models, data = [make_model(0), make_model(1)], make_data()
+    twins = [make_model(0), make_model(1)]
+    scaler = make_scaler(growth_interval=1)
+    accumulators = [Accumulator(model) for model in models]
+    for _ in range(3):
+        for accumulator, model in zip(accumulators, models, strict=True):
+            accumulator.add(make_loss(model)(data), rows=10)
+        for accumulator, model in zip(accumulators, models, strict=True):
+            assert accumulator.finish(torch.optim.SGD(model.parameters(), 0.1), scaler=scaler).stepped
+        for twin in twins:
+            make_loss(twin)(data).backward()
+            optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, twin in zip(models, twins, strict=True):
+        assert_exact(weights(model), weights(twin), tolerance=1e-9)
+
+
+def test_a_disabled_scaler_leaves_the_decision_to_the_policy():
+    model, (x, y) = make_model(), make_data()
+    x[0] = float("nan")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ArithmeticError):
+        Accumulator(model, micro_batch_size=4).step(
+            make_loss(model), (x, y), optimizer, scaler=make_scaler(enabled=False)
+        )
+
+
+@pytest.mark.parametrize("place", ["unscale_", "commit"])
+def test_a_scaler_can_be_used_again_after_a_failure(place, monkeypatch):
+    model, data = make_model(), make_data()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    scaler = make_scaler()
+    accumulator = Accumulator(model, micro_batch_size=4)
+    with monkeypatch.context() as patched:
+        if place == "commit":
+            patched.setattr("wholebatch.torch._batch.GradientSums.commit", lambda self: 1 / 0)
+        else:
+            unscale = scaler.unscale_
+            patched.setattr(scaler, "unscale_", lambda o: 1 / 0 if o is optimizers[1] else unscale(o))
+        with pytest.raises(ZeroDivisionError):
+            accumulator.step(make_loss(model), data, optimizers, scaler=scaler)
+    assert all(p.grad is None for p in model.parameters())
+    assert scaler.get_scale() == 2.0**10
+    assert accumulator.step(make_loss(model), data, optimizers, scaler=scaler).stepped
+
+
+def test_an_optimizer_without_gradients_is_left_out():
+    model, other, data = make_model(), make_model(1), make_data()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, other)]
+    accumulator = Accumulator([model, other], micro_batch_size=4)
+    scaler = make_scaler()
+    for _ in range(2):
+        assert accumulator.step(make_loss(model), data, optimizers, scaler=scaler).stepped
+
+
+@pytest.mark.parametrize("size", [4, 10])
+def test_parameters_in_float16_train_with_a_scaler_in_any_number_of_pieces(size):
+    model, (x, y) = make_model().half(), make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = weights(model)
+    result = Accumulator(model, micro_batch_size=size).step(
+        make_loss(model), (x.half(), y), optimizer, scaler=make_scaler(), max_norm=1.0
+    )
+    assert result.stepped
+    assert result.grad_norm.isfinite()
+    with pytest.raises(AssertionError):
+        assert_exact(weights(model), start, tolerance=1e-3)

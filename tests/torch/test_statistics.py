@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference import assert_exact
 from wholebatch import WholeBatchError
-from wholebatch.torch import Accumulator, backward, check
+from wholebatch.torch import Accumulator, Window, backward, check
 
 ROWS = 10
 
@@ -117,7 +117,7 @@ def test_running_statistics_follow_the_whole_batch_once(name, size):
             accumulator.backward(mean_square(model), x)
     assert_exact(buffers(model), buffers(twin))
     assert model[0].momentum == twin[0].momentum
-    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
 
 
 def naive(model, x, pooled):
@@ -201,7 +201,7 @@ def test_a_failing_piece_restores_statistics_momentum_and_hooks():
         backward(model, loss_fn, x, micro_batch_size=4, batch_norm="micro")
     assert all((buffers(model)[name] == before[name]).all() for name in before)
     assert model[0].momentum == 0.1
-    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
 
 
 @pytest.mark.parametrize("policy", ["refuse", "micro"])
@@ -281,3 +281,62 @@ def test_a_lazy_model_has_to_be_called_once():
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(WholeBatchError, match="parameters without a shape yet: lazy modules have"):
         backward(model, mean_square(model), torch.ones(4, 2))
+
+
+def test_a_layer_that_is_named_twice_is_followed_once():
+    model, twin, x = model_of("BatchNorm2d"), model_of("BatchNorm2d"), images()
+    with torch.no_grad():
+        twin(x)
+    with pytest.warns(UserWarning, match="each piece"):
+        Accumulator([model, model[0]], micro_batch_size=4, batch_norm="micro").backward(mean_square(model), x)
+    assert_exact(buffers(model), buffers(twin))
+    assert model[0].momentum == 0.1
+
+
+def test_a_call_in_eval_mode_adds_nothing_and_sees_the_statistics_of_before():
+    model, twin, x = model_of("BatchNorm2d"), model_of("BatchNorm2d"), images()
+    with torch.no_grad():
+        twin(x)
+        expected = model.eval()(x[:4])
+        model.train()
+    seen = []
+
+    def loss_fn(piece):
+        loss = mean_square(model)(piece)
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(x[:4]))
+        model.train()
+        return loss
+
+    with pytest.warns(UserWarning, match="each piece"):
+        Accumulator(model, micro_batch_size=4, batch_norm="micro").backward(loss_fn, x)
+    assert_exact(buffers(model), buffers(twin))
+    assert all(torch.allclose(one, expected) for one in seen)
+
+
+@pytest.mark.parametrize("policy", ["refuse", "micro"])
+def test_scripted_layers_are_refused(policy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is on its way out
+        model = torch.jit.script(model_of("BatchNorm2d"))
+    with pytest.raises(WholeBatchError, match=r"0 \("):
+        backward(model, mean_square(model), images(), micro_batch_size=4, batch_norm=policy)
+
+
+def test_layers_without_a_counter_and_failures_on_the_way():
+    model, x = nn.Sequential(model_of("BatchNorm2d")[0], nn.BatchNorm2d(3).double()), images()
+    model[1].num_batches_tracked = None
+    with pytest.warns(UserWarning, match="each piece"):
+        Accumulator(model, micro_batch_size=4, batch_norm="micro").backward(mean_square(model), x)
+    assert [layer.momentum for layer in model] == [0.1, 0.1]
+    assert model[0].num_batches_tracked == 1
+
+
+def test_a_piece_of_no_rows_adds_no_statistics():
+    model, twin, x = model_of("BatchNorm2d"), model_of("BatchNorm2d"), images()
+    with torch.no_grad():
+        twin(x)
+    with pytest.warns(UserWarning, match="each piece"):
+        Accumulator(model, batch_norm="micro").backward(mean_square(model), Window([x[:4], x[:0], x[4:]]))
+    assert_exact(buffers(model), buffers(twin))

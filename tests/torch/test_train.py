@@ -326,3 +326,13 @@ def test_evaluation_refuses_what_training_refuses():
         with pytest.raises(ValueError, match="token_mean"):
             evaluate(model, lambda b: torch.zeros(()), loader)
     assert evaluate(model, lambda b: Mean(torch.zeros(()), 1), [labels]).loss == 0
+
+
+def test_parameters_may_come_from_a_generator():
+    model = make_model()
+    assert train(model.parameters(), make_loader(12), adamw(model), make_loss(model)).steps == 3
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(BatchError, match="the model has no parameters"):
+        train(nn.Dropout(), make_loader(12), adamw(make_model()), make_loss(make_model()))

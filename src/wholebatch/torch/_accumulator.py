@@ -17,7 +17,7 @@ from . import _statistics as statistics
 from ._batch import OpenBatch, summed_counts
 from ._cut import Cut, to_device
 from ._loss import CountFunction, LossFunction, read_counts
-from ._model import Model, only_device
+from ._model import Model, only_device, require
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -100,7 +100,7 @@ class Accumulator:
             scaler: a `GradScaler`; the gradient is left scaled, as `scaler.scale(loss).backward()` leaves it.
         """
         step = Step(None, None, None, scaler)
-        self._add_all(loss_fn, batch, counts, scaler)
+        self._add_all(loss_fn, batch, counts, step.scaler)
         return self._finish(step)
 
     def step(
@@ -126,7 +126,7 @@ class Accumulator:
             scheduler: one or several, stepped once, if the optimizer was.
         """
         step = Step(optimizer, max_norm, scheduler, scaler).require_optimizer()
-        self._add_all(loss_fn, batch, counts, scaler)
+        self._add_all(loss_fn, batch, counts, step.scaler)
         return self._finish(step)
 
     def add(self, loss: Any, *, rows: int | None = None) -> None:
@@ -141,7 +141,7 @@ class Accumulator:
         rows = None if rows is None else positive_integer("rows", rows, least=0)
         if self._open is None:
             statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-            self._open = OpenBatch(self._model.parameters())
+            self._open = OpenBatch(require(self._model.parameters()))
             with self._discarding():
                 self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
         with self._discarding():
@@ -164,7 +164,7 @@ class Accumulator:
             scheduler: as for `.step`.
         """
         step = Step(optimizer, max_norm, scheduler, scaler)
-        self._scaler = scaler
+        self._scaler = step.scaler
         return self._finish(step)
 
     def discard(self) -> None:
@@ -180,7 +180,7 @@ class Accumulator:
             if function is not None and not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
-        parameters = self._model.parameters()
+        parameters = require(self._model.parameters())
         device = only_device(parameters)
         pooled = self._statistics_to_pool(len(pieces))
         self._open = OpenBatch(parameters, Snapshot(self._model))
@@ -202,13 +202,17 @@ class Accumulator:
         batch = self._open
         if batch is None:
             raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
-        with self._discarding():
+        try:
             result, verdict = batch.close(step, self._on_nonfinite)
             refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
             if refused:
                 batch.skip()
             else:
                 batch.commit()
+        except BaseException:
+            self.discard()
+            step.abandon()
+            raise
         self._open = None
         parameters = self._model.parameters()
         stepped = False
@@ -231,6 +235,7 @@ class Accumulator:
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         """The modules whose batch statistics have to be pooled; one piece is the whole batch to them."""
         found = statistics.keepers(self._model) if num_pieces > 1 else {}
+        statistics.refuse_scripted(found)
         if self._batch_norm == "refuse":
             statistics.refuse(found)
         elif found and not self._warned:

@@ -61,17 +61,19 @@ class OpenBatch:
             ignored_labels: a flag on the device, whether the batch's labels hold -100.
         """
         self._counts = counts
-        self._scaler = scaler
+        self._scale = None if scaler is None else loss_scale(scaler, self._parameters[0].device)
+        self._in_a_loop = num_micro_batches is None
         self._ignored_labels = ignored_labels
         self._ledger = Ledger(num_micro_batches)
         self._weights = Weights(
             rows,
             num_micro_batches,
             counts,
-            loss_scale=None if scaler is None else loss_scale(scaler, self._parameters[0].device),
-            small_range=any(parameter.dtype == torch.float16 for parameter in self._parameters),
+            loss_scale=self._scale,
+            small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
         )
-        self._sums.begin(self._parameters, None if num_micro_batches == 1 else sum_dtype)
+        # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
+        self._sums.begin(self._parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
@@ -84,7 +86,7 @@ class OpenBatch:
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""
-        if step.scaler is not self._scaler:
+        if self._in_a_loop and not (step.scaler is None and self._scale is None):
             self._sums.scale(self._ratio_of_scales(step.scaler))
         totals = agree(self._ledger.totals())
         reduce(self._sums)
@@ -133,10 +135,10 @@ class OpenBatch:
         return bool(read_once([norm_of(given + adopted)])[0].isfinite().all())
 
     def _ratio_of_scales(self, scaler: Any) -> Tensor:
-        """Pieces that were added before their scaler was known have the scale of another, or none."""
+        """Pieces that were added before their scaler was known, or had changed, have another scale or none."""
         device = self._parameters[0].device
-        now, then = (1.0 if s is None else loss_scale(s, device) for s in (scaler, self._scaler))
-        return torch.as_tensor(now / then)
+        now = torch.ones((), device=device) if scaler is None else loss_scale(scaler, device)
+        return now if self._scale is None else now / self._scale
 
 
 def summed_counts(pieces: list[dict[str, Count]]) -> dict[str, Count]:

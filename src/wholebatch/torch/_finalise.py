@@ -30,9 +30,16 @@ def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None
     return norm
 
 
-def norm_of(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm over all entries."""
-    return get_total_norm([_values(gradient) for gradient in gradients])
+def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
+    """The norm over all entries, in at least float32."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(_values(gradient))
+    norms: list[Tensor] = []
+    for (_, dtype), values in alike.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        norms += torch._foreach_norm(values, order, dtype=wide)
+    return get_total_norm(norms, order)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -44,11 +44,12 @@ class Model:
 
     def named_modules(self) -> dict[str, nn.Module]:
         """Every module once, by name."""
-        named = {}
+        names: dict[nn.Module, str] = {}
         for i, module in enumerate(self.modules):
             prefix = f"{i}." if len(self.modules) > 1 else ""
-            named.update({prefix + name: inner for name, inner in module.named_modules()})
-        return named
+            for name, inner in module.named_modules():
+                names.setdefault(inner, prefix + name)
+        return {name: module for module, name in names.items()}
 
     def parameters(self) -> list[Tensor]:
         """Every parameter once."""
@@ -57,6 +58,13 @@ class Model:
         if any(is_lazy(parameter) for parameter in every):
             raise BatchError("the model has parameters without a shape yet: lazy modules have to be called once before")
         return list(dict.fromkeys(every))
+
+
+def require(parameters: list[Tensor]) -> list[Tensor]:
+    """The parameters, unless there are none."""
+    if not parameters:
+        raise BatchError("the model has no parameters: there is nothing to compute gradients for")
+    return parameters
 
 
 def only_device(parameters: list[Tensor]) -> torch.device | None:

@@ -8,7 +8,7 @@ where the rate was chosen for B0 rows; with a warm-up counted in optimizer steps
 import math
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LinearLR
 
 from .._errors import OptionError
 from .._plan import positive_integer
@@ -16,7 +16,7 @@ from .._plan import positive_integer
 
 def scale_lr(
     optimizer: Optimizer, *, batch_size: int, base_batch_size: int, rule: str = "linear", warmup_steps: int = 0
-) -> LambdaLR:
+) -> LinearLR:
     """Scale an optimizer's learning rates from the batch size that they were chosen for, and warm them up.
 
     Args:
@@ -27,7 +27,8 @@ def scale_lr(
         warmup_steps: the rate grows evenly over that many optimizer steps.
 
     Returns:
-        A scheduler to be stepped once per optimizer step.
+        The warm-up, a scheduler to be stepped once per optimizer step. The learning rates themselves are scaled in
+        the optimizer, so a decay made afterwards starts from them: step both, as `scheduler=[warm_up, decay]`.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -41,5 +42,8 @@ def scale_lr(
         raise OptionError(f'rule must be "linear", "sqrt" or "none", got {rule!r}')
     if warmup_steps:
         positive_integer("warmup_steps", warmup_steps)
-    scale = scales[rule]
-    return LambdaLR(optimizer, lambda step: scale * min(1.0, (step + 1) / (warmup_steps or 1)))
+    for group in optimizer.param_groups:
+        for rate in ("lr", "initial_lr"):
+            if rate in group:
+                group[rate] = group[rate] * scales[rule]
+    return LinearLR(optimizer, start_factor=1 / (warmup_steps or 1), total_iters=max(1, (warmup_steps or 1) - 1))

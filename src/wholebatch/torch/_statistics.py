@@ -24,6 +24,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from .._errors import BatchNormError
 from ._model import Model
 
+_SCRIPTED = {f"BatchNorm{axes}d" for axes in (1, 2, 3)}
+
 
 def keepers(model: Model) -> dict[str, _NormBase]:
     """The modules that a cut would change, by name: those in use with statistics of the batch."""
@@ -40,6 +42,11 @@ def refuse(found: dict[str, _NormBase], *, in_a_loop: bool = False) -> None:
             + (", with .backward or .step, which call the modules themselves" if in_a_loop else "")
             + "; .eval() on these modules freezes them; GroupNorm and LayerNorm see one row at a time"
         )
+
+
+def refuse_scripted(found: dict[str, _NormBase]) -> None:
+    """Scripted modules cannot be followed."""
+    refuse({name: module for name, module in found.items() if isinstance(module, torch.jit.ScriptModule)})
 
 
 def warn(found: dict[str, _NormBase]) -> None:
@@ -59,13 +66,16 @@ def pooled(found: dict[str, _NormBase]) -> Iterator[Callable[[], None]]:
     On success their running statistics follow the whole. On failure they are as a piece left them: whoever runs the
     pieces restores buffers.
     """
-    followed = [_Followed(module) for module in found.values() if module.running_mean is not None]
+    followed: list[_Followed] = []
 
     def start_piece() -> None:
         for one in followed:
             one.start_piece()
 
     try:
+        for module in found.values():
+            if module.running_mean is not None:
+                followed.append(_Followed(module))
         yield start_piece
         for one in followed:
             one.settle()
@@ -75,6 +85,8 @@ def pooled(found: dict[str, _NormBase]) -> Iterator[Callable[[], None]]:
 
 
 def _sees_the_batch(module: nn.Module) -> TypeGuard[_NormBase]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.training and module.original_name in _SCRIPTED
     if isinstance(module, _InstanceNorm):  # normalises each row by itself, and may keep the mean over rows
         return module.training and module.track_running_stats
     if isinstance(module, _BatchNorm):
@@ -111,8 +123,9 @@ class _Followed:
         self._module = module
         self._momentum = module.momentum
         self._mean, self._variance = _buffer(module.running_mean), _buffer(module.running_var)
-        self._tracked = _buffer(module.num_batches_tracked)
-        self._before = [buffer.clone() for buffer in (self._mean, self._variance, self._tracked)]
+        self._tracked = module.num_batches_tracked
+        self._before = (self._mean.clone(), self._variance.clone())
+        self._tracked_before = None if self._tracked is None else self._tracked.clone()
         self._by_row = isinstance(module, _InstanceNorm)
         self._pools: list[_Pool] = []
         self._calls_in_piece = 0
@@ -128,17 +141,21 @@ class _Followed:
     def settle(self) -> None:
         """Let the running statistics follow the pooled ones, one call after the other."""
         self._read_last_call()
-        mean, variance, tracked = self._before
+        (mean, variance), calls = self._before, 0
         for pool in self._pools:
+            calls += not self._by_row
+            if pool.count == 0:
+                continue
             weight: float | Tensor = 0.0 if self._momentum is None else self._momentum
-            if not self._by_row:
-                tracked = tracked + 1
-                weight = 1 / tracked.to(pool.mean) if self._momentum is None else weight
+            if not self._by_row and self._momentum is None and self._tracked_before is not None:
+                weight = 1 / (self._tracked_before + calls).to(pool.mean)
             mean = torch.lerp(mean.to(pool.mean), pool.mean, weight)
             unbiased = pool.variance if self._by_row else pool.variance * (pool.count / (pool.count - 1))
             variance = torch.lerp(variance.to(unbiased), unbiased, weight)
-        for buffer, value in zip((self._mean, self._variance, self._tracked), (mean, variance, tracked), strict=True):
-            buffer.copy_(value)
+        self._mean.copy_(mean)
+        self._variance.copy_(variance)
+        if self._tracked is not None and self._tracked_before is not None:
+            self._tracked.copy_(self._tracked_before + calls)
 
     def release(self) -> None:
         """Give the module back."""
@@ -147,6 +164,11 @@ class _Followed:
 
     def _before_call(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self._read_last_call()
+        if not module.training:  # such a call wants the statistics of before, and adds none
+            # behind autograd's back, which has saved the buffers for a backward that does not read them
+            self._mean.data.copy_(self._before[0])
+            self._variance.data.copy_(self._before[1])
+            return
         values = args[0] if args else kwargs["input"]
         self._count_of_last_call = len(values) if self._by_row else values.numel() // values.shape[1]
 
@@ -158,6 +180,8 @@ class _Followed:
             self._pools.append(_Pool(self._mean))
         pool = self._pools[self._calls_in_piece]
         self._calls_in_piece += 1
+        if count == 0:
+            return
         variance = self._variance if self._by_row else self._variance * ((count - 1) / count)
         pool.add(count, self._mean, variance, between=not self._by_row)
 

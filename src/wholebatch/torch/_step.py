@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .._errors import OptionError, OptionTypeError
-from ._finalise import finalise
+from ._finalise import finalise, norm_of
 from ._host import read_once
 from ._sums import GradientSums
 
@@ -29,8 +29,10 @@ class Step:
     def __init__(self, optimizer: Any, max_norm: float | None, scheduler: Any, scaler: Any) -> None:
         self.optimizers = _several("optimizer", optimizer, "step", "zero_grad")
         self._schedulers = _several("scheduler", scheduler, "step")
-        _several("scaler", scaler, "scale", "unscale_", "step", "update")
-        self.scaler = scaler
+        _several("scaler", scaler, "scale", "unscale_", "step", "update", "is_enabled")
+        self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
+        self._unscaled: list[Any] = []
+        self._overflow = False
         self.max_norm = max_norm
         if max_norm is not None and not isinstance(max_norm, numbers.Real):
             raise OptionTypeError(f"max_norm must be a positive number, got {max_norm!r}")
@@ -38,7 +40,7 @@ class Step:
             raise OptionError(f"max_norm must be a positive number, got {max_norm}")
         if self._schedulers and not self.optimizers:
             raise OptionError("a scheduler was given without an optimizer: it is stepped only after one")
-        if scaler is not None and max_norm is not None and not self.optimizers:
+        if self.scaler is not None and max_norm is not None and not self.optimizers:
             raise OptionError("max_norm with a scaler needs the optimizer: gradients are unscaled by it, then clipped")
         for optimizer in self.optimizers:
             _refuse_closure(optimizer.__class__)
@@ -54,19 +56,33 @@ class Step:
         return self
 
     def unscale_and_clip(self, sums: GradientSums) -> Tensor | None:
-        """With a scaler, gradients have their true size only now."""
+        """With a scaler, gradients have their true size only now. One overflow anywhere is an overflow of the batch."""
         for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
+            if _gradients(optimizer):  # a scaler cannot judge what is not there
+                self.scaler.unscale_(optimizer)
+                self._unscaled.append(optimizer)
+        largest = norm_of([gradient for optimizer in self._unscaled for gradient in _gradients(optimizer)], math.inf)
+        self._overflow = not bool(read_once([largest])[0].isfinite().all())
         return finalise(sums, 1, self.max_norm)
+
+    def abandon(self) -> None:
+        """After a failure: the scaler has judged gradients that no longer exist, and has to forget that."""
+        if self._unscaled:
+            state = self.scaler.state_dict()
+            self.scaler.update()
+            self.scaler.load_state_dict(state)
 
     def take(self, parameters: list[Tensor]) -> bool:
         """Step once and zero the gradients; returns whether a step was taken."""
-        stepped = bool(self.optimizers)
-        if stepped and self.scaler is not None:
-            stepped = self._let_the_scaler_step(parameters[0].device)
-        else:
+        stepped = bool(self.optimizers) and not self._overflow
+        if self.scaler is None:
             for optimizer in self.optimizers:
                 optimizer.step()
+        else:
+            for optimizer in self._unscaled if stepped else []:
+                self.scaler.step(optimizer)
+            if self._unscaled:
+                self.scaler.update()
         self.zero(parameters)
         if stepped:
             for scheduler in self._schedulers:
@@ -81,13 +97,10 @@ class Step:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
 
-    def _let_the_scaler_step(self, device: torch.device) -> bool:
-        before = loss_scale(self.scaler, device)
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-        self.scaler.update()
-        (backed_off,) = read_once([loss_scale(self.scaler, device) < before])
-        return not backed_off.item()
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in every if parameter.grad is not None]
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:
@@ -98,7 +111,8 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor:
 
 @functools.cache
 def _refuse_closure(kind: Any) -> None:
-    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    step = getattr(kind, "step", None)  # an object that stands in for an optimizer may not have one on its class
+    parameters = [] if step is None else list(inspect.signature(step).parameters.values())[1:]
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise OptionError(
             f"{kind.__name__} evaluates the loss several times per step, through a closure: call its step yourself, "

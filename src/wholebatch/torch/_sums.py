@@ -30,6 +30,7 @@ class GradientSums:
         self._before: list[Tensor | None] = []
         self._grad_dtypes: list[torch.dtype | None] = []
         self._known: set[int] = set()
+        self._merged = False
         self._given = 0
         self._aside: list[Tensor | None] | None = None
 
@@ -76,7 +77,7 @@ class GradientSums:
     @property
     def unmerged(self) -> bool:
         """Whether there is anything to merge."""
-        return self._aside is not None or any(before is not None for before in self._before)
+        return not self._merged and (self._aside is not None or any(before is not None for before in self._before))
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -88,6 +89,7 @@ class GradientSums:
             if before is not None:
                 leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
         self._aside = None
+        self._merged = True
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -126,7 +128,7 @@ class GradientSums:
         self._known.add(id(leaf))
         leaf.grad = None
         if self._dtype is not None and leaf.is_floating_point():
-            leaf.grad_dtype = _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype)
+            set_grad_dtype(leaf, _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype))
         if self._aside is not None:
             self._aside.append(None)
 
@@ -162,9 +164,14 @@ def _release(leaf: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     """Take the sum out of `.grad`, which then accepts the dtype that it accepted before."""
     gradient = leaf.grad
     leaf.grad = None
+    set_grad_dtype(leaf, dtype)
+    return gradient
+
+
+def set_grad_dtype(leaf: Tensor, dtype: torch.dtype | None) -> None:
+    """Only where it changes something: once set it no longer follows the leaf's own dtype."""
     if leaf.grad_dtype != dtype:
         leaf.grad_dtype = dtype
-    return gradient
 
 
 def _copy(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -13,7 +13,7 @@ from .._errors import BatchError, OptionError
 from .._plan import positive_integer
 from ._accumulator import Accumulator, Optimizers
 from ._loss import LossFunction
-from ._model import Model
+from ._model import Model, require
 from ._result import Result
 from ._step import Step
 from ._window import windows
@@ -88,8 +88,9 @@ def train(
         )
     if precision not in (None, "fp32", *_AUTOCAST):
         raise OptionError(f'precision must be "fp32", "bf16" or "fp16", got {precision!r}')
-    accumulator = Accumulator(model, micro_batch_size=micro_batch_size)
-    parameters = Model(model).parameters()
+    trained = Model(model)
+    parameters = require(trained.parameters())
+    accumulator = Accumulator(trained.members, micro_batch_size=micro_batch_size)
     if precision == "fp16" and scaler is None:
         scaler = torch.amp.GradScaler(parameters[0].device.type)
     loss_fn = _under_autocast(loss_fn, parameters[0].device.type, precision)

@@ -55,12 +55,15 @@ class Weights:
         self._started = False
         self._learned: str | None = None
         self._learned_scale: Number | Tensor = 1
+        self._scale_is_chosen: bool | Tensor = False
         self._constants: dict[tuple[Number, torch.dtype, torch.device], Tensor] = {}
 
     def passes(self, reading: Reading) -> tuple[Pass, Pass]:
         """The backward of a piece, and another for the terms that `factor` must not touch."""
         if not self._started:
             self._start(reading.terms)
+        if self._small_range and self._learned is not None:
+            self._choose_scale(reading.terms[self._learned].count)
         main, aside = Pass([], []), Pass([], [])
         counting = {name: term for name, term in reading.terms.items() if not is_zero(term.count)}
         for name, term in counting.items():
@@ -106,6 +109,25 @@ class Weights:
                 self._learned_scale = _power_of_two_over(terms[self._learned].count) * _power_of_two_over(
                     self._num_pieces or 1
                 )
+
+    def _choose_scale(self, count: Count) -> None:
+        """Scale sums by what the first piece that counts something suggests; those before it have added nothing."""
+        if self._scale_is_chosen is True:
+            return
+        expected = count * (self._num_pieces or 1)
+        suggested = _power_of_two_over(expected)
+        if not isinstance(count, Tensor):
+            if count:
+                chosen = self._scale_is_chosen
+                self._learned_scale = (
+                    suggested if chosen is False else torch.where(chosen, self._learned_scale, suggested)
+                )
+                self._scale_is_chosen = True
+        elif self._scale_is_chosen is False:
+            self._learned_scale, self._scale_is_chosen = suggested, count > 0
+        else:
+            self._learned_scale = torch.where(self._scale_is_chosen, self._learned_scale, suggested)
+            self._scale_is_chosen = self._scale_is_chosen | (count > 0)
 
     def _known_denominator(self, name: str, term: Term) -> Count | None:
         if term.per is Per.NOTHING:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._model import Model
+from ._sums import set_grad_dtype
 from ._tree import map_tensors
 
 _WIDE = {
@@ -21,19 +22,21 @@ _WIDE = {
 @contextmanager
 def in_float64(model: Model) -> Iterator[None]:
     """Swap the contents of parameters and buffers for float64 copies, and swap them back at the end."""
-    narrow: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    narrow: list[tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]] = []
     buffers = [buffer for module in model.modules for buffer in module.buffers()]
     try:
         for tensor in [*model.parameters(), *buffers]:
             if tensor.dtype in _WIDE:
-                narrow.append((tensor, tensor.data, tensor.grad if tensor.is_leaf else None))
+                narrow.append((tensor, tensor.data, tensor.grad, tensor.grad_dtype))
                 tensor.grad = None
                 tensor.data = widen(tensor.data)
+                set_grad_dtype(tensor, tensor.dtype)
         yield
     finally:
-        for tensor, data, gradient in narrow:
+        for tensor, data, gradient, grad_dtype in narrow:
             tensor.grad = None  # it has the wide dtype
             tensor.data = data
+            set_grad_dtype(tensor, grad_dtype)
             tensor.grad = gradient
 
 
