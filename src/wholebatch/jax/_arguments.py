@@ -1,0 +1,144 @@
+"""Arguments: which are differentiated, which are cut, which are random keys, and which go whole to each piece."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax import numpy as jnp
+
+from .._errors import BatchError, OptionError, OptionTypeError
+from ._tree import Tree, is_array_like
+
+Argnums = int | Sequence[int]
+
+
+class Arguments:
+    """One call's arguments, sorted by what happens to them.
+
+    Args:
+        fun: the user's function, for the names of its parameters.
+        args: the positional arguments.
+        kwargs: the others.
+        argnums: what is differentiated.
+        batch_argnums: what is cut; None for all positional arguments that are neither differentiated nor keys.
+        batch_argnames: arguments given by name that are cut too.
+        rng_argnums: random keys, of which each piece gets its own.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        argnums: Argnums,
+        batch_argnums: Argnums | None,
+        batch_argnames: str | Sequence[str],
+        rng_argnums: Argnums,
+    ) -> None:
+        self._fun, self._args, self._kwargs = fun, args, kwargs
+        self._names = _names(fun, len(args))
+        self._diff_at = _positions("argnums", argnums, len(args))
+        self._keys_at = _positions("rng_argnums", rng_argnums, len(args))
+        others = [i for i in range(len(args)) if i not in (*self._diff_at, *self._keys_at)]
+        self._batch_at = others if batch_argnums is None else _positions("batch_argnums", batch_argnums, len(args))
+        self._batch_names = [batch_argnames] if isinstance(batch_argnames, str) else list(batch_argnames)
+        self._refuse_overlap()
+        self.differentiated = tuple(self._arrays_to_differentiate(i) for i in self._diff_at)
+        self.keys = tuple(args[i] for i in self._keys_at)
+        self._leaves, self._tree = jax.tree.flatten(self._given_batch())
+        self._cut = [bool(getattr(leaf, "shape", ())) for leaf in self._leaves]
+        self.rows = self._shared_rows()
+        self.batch = [jnp.asarray(leaf) for leaf, cut in zip(self._leaves, self._cut, strict=True) if cut]
+
+    def call(self, differentiated: tuple[Tree, ...], batch: list[Array], keys: tuple[Tree, ...]) -> Any:
+        """The user's function, with these in the places of what was given."""
+        rows = iter(batch)
+        leaves = [next(rows) if cut else leaf for leaf, cut in zip(self._leaves, self._cut, strict=True)]
+        positional, by_name = jax.tree.unflatten(self._tree, leaves)
+        args = list(self._args)
+        for places, values in (
+            (self._diff_at, differentiated),
+            (self._keys_at, keys),
+            (self._batch_at, positional),
+        ):
+            for i, value in zip(places, values, strict=True):
+                args[i] = value
+        return self._fun(*args, **{**self._kwargs, **by_name})
+
+    def _given_batch(self) -> Tree:
+        missing = [name for name in self._batch_names if name not in self._kwargs]
+        if missing:
+            raise OptionError(f"batch_argnames holds {missing[0]!r}, which is not among the arguments given by name")
+        return [self._args[i] for i in self._batch_at], {name: self._kwargs[name] for name in self._batch_names}
+
+    def _refuse_overlap(self) -> None:
+        roles = {"argnums": self._diff_at, "rng_argnums": self._keys_at, "batch_argnums": self._batch_at}
+        for i, name in enumerate(self._names):
+            taken = [role for role, places in roles.items() if i in places]
+            if len(taken) > 1:
+                raise OptionError(
+                    f"argument {i} ({name}) is in both {taken[0]} and {taken[1]}: what is differentiated or split as a "
+                    "key cannot be cut along its rows"
+                )
+
+    def _arrays_to_differentiate(self, i: int) -> Tree:
+        """JAX's own rule, said with the path of the leaf."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self._args[i]):
+            where = self._names[i] + jax.tree_util.keystr(path)
+            if not is_array_like(leaf):
+                raise OptionTypeError(f"{where} is {type(leaf).__name__}: only arrays can be differentiated")
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise OptionTypeError(
+                    f"{where} is {jnp.result_type(leaf)}: only floating point arrays can be differentiated; move it to "
+                    "another argument, or partition the tree"
+                )
+        return self._args[i]
+
+    def _shared_rows(self) -> int:
+        rows: int | None = None
+        first = ""
+        positional, by_name = self._given_batch()
+        named = {self._names[i]: arg for i, arg in zip(self._batch_at, positional, strict=True)} | by_name
+        for name, tree in named.items():
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                shape = getattr(leaf, "shape", ())
+                if not shape:
+                    continue
+                where = name + jax.tree_util.keystr(path)
+                if not isinstance(shape[0], int):
+                    raise BatchError(f"the rows of {where} are not known while tracing: its shape is {shape}")
+                if rows is None:
+                    rows, first = shape[0], where
+                elif shape[0] != rows:
+                    raise BatchError(
+                        f"batch rows differ: {first} has {rows}, {where} has {shape[0]}; if one of them is not part of "
+                        "the batch, say what is with batch_argnums"
+                    )
+        if rows is None:
+            given = ", ".join(named) or "nothing"
+            raise BatchError(f"no array with rows in the batch, which is {given}: there is nothing to cut")
+        if rows == 0:
+            raise BatchError("the batch is empty: its arrays have 0 rows")
+        return rows
+
+
+def _positions(option: str, given: Argnums, count: int) -> list[int]:
+    """Indices into the positional arguments, counted from the front."""
+    places = [given] if isinstance(given, int) else list(given)
+    for place in places:
+        if not -count <= place < count:
+            raise OptionError(f"{option} holds {place}, but {count} positional arguments were given")
+    return [place % count for place in places]
+
+
+def _names(fun: Callable[..., Any], count: int) -> list[str]:
+    """What the user calls the positional arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):  # some callables do not tell
+        names = []
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]

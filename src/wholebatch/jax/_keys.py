@@ -1,0 +1,27 @@
+"""Random keys: every piece gets its own, and the only piece of a batch the key as it is."""
+
+import jax
+from jax import Array
+from jax import numpy as jnp
+
+from .._errors import OptionTypeError
+from ._tree import Tree
+
+
+def split_keys(keys: Tree, pieces: int) -> Tree:
+    """As many keys from each, along a new leading axis.
+
+    Args:
+        keys: a tree of keys, typed or raw.
+        pieces: how many keys each becomes.
+    """
+    return jax.tree.map(lambda key: jax.random.split(_require_key(key), pieces), keys)
+
+
+def _require_key(key: Array) -> Array:
+    typed = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+    raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and key.ndim == 1
+    if not (typed or raw):
+        got = f"{key.dtype} of shape {key.shape}" if hasattr(key, "dtype") else type(key).__name__
+        raise OptionTypeError(f"rng_argnums names an argument that is not a random key: got {got}")
+    return key
