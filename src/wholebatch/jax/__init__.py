@@ -8,9 +8,21 @@
 >>> loss, grads = step(jnp.ones(3), jnp.ones((50, 3)), jnp.zeros(50))
 """
 
+import importlib
+from typing import Any
+
 from . import _pytree
+from ._check import check
+from ._multi_steps import MultiSteps, multi_steps
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["MultiSteps", "check", "grad", "multi_steps", "nnx", "value_and_grad"]
 
 _pytree.register()
+
+
+def __getattr__(name: str) -> Any:
+    """Flax is imported by those who use it."""
+    if name == "nnx":
+        return importlib.import_module(".nnx", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ class Arguments:
         batch_argnums: what is cut; None for all positional arguments that are neither differentiated nor keys.
         batch_argnames: arguments given by name that are cut too.
         rng_argnums: random keys, of which each piece gets its own.
+        whole_argnums: what goes whole to each piece unless `batch_argnums` says otherwise.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class Arguments:
         batch_argnums: Argnums | None,
         batch_argnames: str | Sequence[str],
         rng_argnums: Argnums,
+        whole_argnums: Sequence[int] = (),
     ) -> None:
-        self._fun, self._args, self._kwargs = fun, args, kwargs
+        self._args, self._kwargs = args, kwargs
         self._names = _names(fun, len(args))
         self._diff_at = _positions("argnums", argnums, len(args))
         self._keys_at = _positions("rng_argnums", rng_argnums, len(args))
-        others = [i for i in range(len(args)) if i not in (*self._diff_at, *self._keys_at)]
+        others = [i for i in range(len(args)) if i not in (*self._diff_at, *self._keys_at, *whole_argnums)]
         self._batch_at = others if batch_argnums is None else _positions("batch_argnums", batch_argnums, len(args))
         self._batch_names = [batch_argnames] if isinstance(batch_argnames, str) else list(batch_argnames)
         self._refuse_overlap()
@@ -53,8 +55,10 @@ class Arguments:
         self.rows = self._shared_rows()
         self.batch = [jnp.asarray(leaf) for leaf, cut in zip(self._leaves, self._cut, strict=True) if cut]
 
-    def call(self, differentiated: tuple[Tree, ...], batch: list[Array], keys: tuple[Tree, ...]) -> Any:
-        """The user's function, with these in the places of what was given."""
+    def call(
+        self, fun: Callable[..., Any], differentiated: tuple[Tree, ...], batch: list[Array], keys: tuple[Tree, ...]
+    ) -> Any:
+        """`fun` with these in the places of what was given."""
         rows = iter(batch)
         leaves = [next(rows) if cut else leaf for leaf, cut in zip(self._leaves, self._cut, strict=True)]
         positional, by_name = jax.tree.unflatten(self._tree, leaves)
@@ -66,7 +70,7 @@ class Arguments:
         ):
             for i, value in zip(places, values, strict=True):
                 args[i] = value
-        return self._fun(*args, **{**self._kwargs, **by_name})
+        return fun(*args, **{**self._kwargs, **by_name})
 
     def _given_batch(self) -> Tree:
         missing = [name for name in self._batch_names if name not in self._kwargs]

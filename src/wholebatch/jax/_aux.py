@@ -6,6 +6,7 @@
 `Mean` and `Sum` say themselves how they add up, and are reported as numbers.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -53,7 +54,7 @@ class Reduction:
     ) -> Tree:
         """The whole batch's aux: `added` over all pieces, and `kept` by piece."""
         sums, pieces = iter(added), iter(kept)
-        tails = iter(kept_of_tail or [None] * len(kept))
+        tails: Iterator[Array | None] = iter([None] * len(kept) if kept_of_tail is None else kept_of_tail)
         finished = []
         for node, mode in zip(self._nodes, self._modes, strict=True):
             if mode in ("mean", "sum"):
@@ -126,7 +127,7 @@ def _addend(node: Any, mode: Mode, weight: Array) -> Tree:
     return _wide(node) if mode == "sum" else _wide(node) * weight
 
 
-def _finish(node: Any, mode: Mode, added: Tree, weight: Array) -> Array:
+def _finish(node: Any, mode: Mode, added: Tree, weight: Array) -> Any:
     if isinstance(node, Mean):
         return ratio(Mean(*added))
     if isinstance(node, Sum):

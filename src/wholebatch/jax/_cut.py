@@ -33,6 +33,11 @@ class Cut:
         """How many there are, with the remainder."""
         return self.equal_pieces + bool(self.remainder)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each piece, in the order in which they are added."""
+        return [self.size] * self.equal_pieces + [self.remainder] * bool(self.remainder)
+
     def piece(self, batch: Tree, i: Array | int) -> Tree:
         """The i-th of the equal pieces."""
         return jax.tree.map(lambda leaf: self._rows_of_piece(leaf, i), batch)
@@ -54,4 +59,5 @@ class Cut:
         if self.remainder:
             return lax.dynamic_slice_in_dim(leaf, i * self.size, self.size)
         spread = leaf.reshape(self.size, self.equal_pieces, *leaf.shape[1:])
-        return lax.dynamic_index_in_dim(spread, i, axis=1, keepdims=False)
+        piece: Array = lax.dynamic_index_in_dim(spread, i, axis=1, keepdims=False)
+        return piece

@@ -160,4 +160,5 @@ def _finalise(
             return whole.astype(jnp.result_type(parameter))
         return in_dtype(accum_dtype, whole)
 
-    return jax.tree.map(finish, gradients, differentiated)
+    finished: tuple[Tree, ...] = jax.tree.map(finish, gradients, differentiated)
+    return finished

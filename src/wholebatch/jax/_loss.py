@@ -9,7 +9,6 @@ Everything is read while tracing: what is wrong is an error there, and never a N
 """
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ def read(returned: Any) -> Reading:
 
 def as_count(what: str, count: Any) -> Array:
     """A count as an array that can be summed: integers stay integers, 16 bits become 32."""
-    if isinstance(count, numbers.Real) and not (count >= 0 and math.isfinite(count)):
+    if isinstance(count, int | float) and not (count >= 0 and math.isfinite(count)):
         raise CountError(f"the count of {what} must be finite and not negative, got {count}")
     if not is_array_like(count) or jnp.iscomplexobj(count):
         raise CountError(

@@ -58,6 +58,7 @@ def sum_counts(function: Function, differentiated: tuple[Tree, ...], pieces: Pie
         return _added(counts, of(pieces.equal(i, state))), None
 
     zeros = _zeros(jax.eval_shape(lambda: of(pieces.equal(0, state))))
+    counts: dict[str, Array]
     counts, _ = lax.scan(add_piece, zeros, jnp.arange(pieces.cut.equal_pieces))
     return _added(counts, of(pieces.tail(state))) if pieces.cut.remainder else counts
 

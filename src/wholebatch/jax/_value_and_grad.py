@@ -89,7 +89,7 @@ def value_and_grad(
         )
 
         def of_piece(differentiated: tuple[Tree, ...], piece: Piece) -> tuple[Any, Tree]:
-            return arguments.call(differentiated, piece.batch, piece.keys), piece.state
+            return arguments.call(fun, differentiated, piece.batch, piece.keys), piece.state
 
         whole = whole_batch(
             Function(of_piece, has_aux),
