@@ -86,6 +86,8 @@ class Mean(_Term):
             raise LossTypeError(f"values must be an array of losses, got {type(values).__name__}")
         if where is None:
             return cls(_wide_sum(values), math.prod(values.shape))
+        if not hasattr(where, "shape"):
+            raise LossTypeError(f"where must be an array in the shape of the values, got {type(where).__name__}")
         if tuple(where.shape) != tuple(values.shape):
             raise LossTypeError(
                 f"where has shape {tuple(where.shape)}, values have {tuple(values.shape)}: "

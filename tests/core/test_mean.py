@@ -72,6 +72,12 @@ def test_a_mask_of_another_shape_is_refused():
         Mean.of(np.ones(3), where=np.ones(2))
 
 
+@pytest.mark.parametrize("where", [[True, False, True], True])
+def test_a_mask_that_is_no_array_is_refused(where):
+    with pytest.raises(LossTypeError, match="where must be an array in the shape of the values, got"):
+        Mean.of(np.ones(3), where=where)
+
+
 def test_errors_on_purpose_share_a_base():
     assert issubclass(LossTypeError, WholeBatchError)
     assert issubclass(LossTypeError, TypeError)

@@ -157,6 +157,15 @@ def test_an_empty_window_is_refused():
         Window([])
 
 
+def test_a_window_is_empty_only_if_all_of_it_is():
+    model, (x, y) = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)((x, y)))
+    backward(model, make_loss(model), Window([(x[:0], y[:0]), (x, y)]))
+    assert_exact(take_gradients(model), whole)
+    with pytest.raises(BatchError, match="the batch is empty: the pieces of the Window have 0 rows"):
+        backward(model, make_loss(model), Window([(x[:0], y[:0]), (x[:0], y[:0])]))
+
+
 @pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 9], [10], [3, 3, 3, 1]])
 def test_a_window_is_scaled_by_what_it_holds(sizes):
     model, (x, y) = make_model(), make_data()

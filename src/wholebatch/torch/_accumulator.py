@@ -67,7 +67,7 @@ class Accumulator:
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
     ) -> None:
-        check_sizes(micro_batch_size, num_micro_batches)
+        self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
         if batch_norm not in ("refuse", "micro"):
@@ -75,8 +75,6 @@ class Accumulator:
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
         self._model = Model(model)
-        self._micro_batch_size = micro_batch_size
-        self._num_micro_batches = num_micro_batches
         self._accum_dtype = accum_dtype
         self._batch_norm = batch_norm
         self._on_nonfinite = on_nonfinite
@@ -176,8 +174,8 @@ class Accumulator:
     def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
-        for name, function in (("loss_fn", loss_fn), ("counts", counts)):
-            if function is not None and not callable(function):
+        for name, function in {"loss_fn": loss_fn, "counts": counts or loss_fn}.items():
+            if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
         parameters = require(self._model.parameters())

@@ -24,6 +24,8 @@ class Cut:
         self.sizes: Sequence[int | None]
         if isinstance(batch, Window):
             self.sizes = [rows_if_known(piece) for piece in batch]
+            if self.rows == 0:
+                raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
         else:
             self.sizes = balanced(
                 rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
