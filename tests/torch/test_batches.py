@@ -152,6 +152,12 @@ def test_windows_pass_on_what_a_loader_raises():
         list(windows(loader(), 2))
 
 
+def test_a_list_of_micro_batches_is_told_about_windows():
+    x, _ = make_data()
+    with pytest.raises(BatchError, match=r"batch\[1\] has 3; a list of micro-batches is given as Window"):
+        backward(make_model(), lambda piece: pytest.fail("called"), [x, x[:3]])
+
+
 def test_an_empty_window_is_refused():
     with pytest.raises(BatchError, match="an empty Window"):
         Window([])

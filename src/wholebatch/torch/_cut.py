@@ -98,7 +98,8 @@ def _shared_rows(piece: Any) -> tuple[int | None, str]:
         if rows is None:
             rows, first = tensor.shape[0], path
         elif tensor.shape[0] != rows:
-            return None, f"batch rows differ: {first} has {rows}, {path} has {tensor.shape[0]}"
+            advice = "; a list of micro-batches is given as Window(...)" if isinstance(piece, list) else ""
+            return None, f"batch rows differ: {first} has {rows}, {path} has {tensor.shape[0]}{advice}"
     if rows is None:
         return (
             None,

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .._errors import BatchError
+from .._errors import BatchError, LossError
 from ._loss import Number
 from ._weights import Pass
 
@@ -66,8 +66,10 @@ class GradientSums:
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
         self.adopt(main.values + aside.values)
-        if main.values:
-            torch.autograd.backward(main.values, main.seeds, retain_graph=bool(aside.values))
+        if main.values and not aside.values:
+            torch.autograd.backward(main.values, main.seeds)
+        elif main.values:
+            _first_backward_of_two(main)
         if aside.values:
             self._swap()
             torch.autograd.backward(aside.values, aside.seeds)
@@ -181,6 +183,19 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
             gradient.mul_(factor)
     for (device, _), dense in alike.items():
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def _first_backward_of_two(main: Pass) -> None:
+    try:
+        torch.autograd.backward(main.values, main.seeds, retain_graph=True)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise LossError(
+            "terms whose counts are known at different times take two backwards per piece, and a compiled model gives "
+            "its buffers away in the first: tell the count of the Mean beforehand with counts= of .backward or .step, "
+            "or set torch._functorch.config.donated_buffer = False before the model is compiled"
+        ) from error
 
 
 def _sum_dtype(wanted: SumDtype, own: torch.dtype) -> torch.dtype:
