@@ -54,6 +54,13 @@ def test_a_batch_that_counts_nothing_has_loss_zero_and_zero_gradients(as_count, 
     assert result.loss == 0
     assert result.count == 0
     assert not result.stepped
+    assert not any(p.grad.any() for p in model.parameters())
+    before = model[0].weight.grad = torch.ones_like(model[0].weight)
+    model[2].weight.grad = None
+    backward(model, masked(model, as_count), (x, y), micro_batch_size=size)
+    assert model[0].weight.grad is before
+    assert before.all()
+    model[0].weight.grad = torch.zeros_like(before)
     gradients = take_gradients(model)
     assert gradients.keys() == dict(model.named_parameters()).keys()
     assert not any(gradient.any() for gradient in gradients.values())

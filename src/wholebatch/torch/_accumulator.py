@@ -174,7 +174,7 @@ class Accumulator:
     def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
-        for name, function in {"loss_fn": loss_fn, "counts": counts or loss_fn}.items():
+        for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)

@@ -124,8 +124,9 @@ class GradientSums:
 
         If the host knew that nothing counts, no backward has run, and none has said which leaves the loss reaches.
         """
-        unknown = not any(self.gradients())
-        for i, (leaf, before) in enumerate(zip(self._leaves, self._before, strict=True)):
+        pairs = list(zip(self._leaves, self._before, strict=True))
+        unknown = all(leaf.grad is None for leaf, before in pairs if before is None)
+        for i, (leaf, before) in enumerate(pairs):
             like = leaf if unknown and i < self._given else leaf.grad
             leaf.grad = None if like is None or before is not None else torch.zeros_like(like, dtype=leaf.grad_dtype)
 
