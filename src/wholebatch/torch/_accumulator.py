@@ -136,13 +136,12 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        rows = None if rows is None else positive_integer("rows", rows, least=0)
-        if self._open is None:
-            statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-            self._open = OpenBatch(require(self._model.parameters()))
-            with self._discarding():
-                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
         with self._discarding():
+            rows = None if rows is None else positive_integer("rows", rows, least=0)
+            if self._open is None:
+                statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
+                self._open = OpenBatch(require(self._model.parameters()))
+                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
             self._open.add(loss, rows)
 
     def finish(
