@@ -5,11 +5,12 @@
 over the rows, tokens or weights of a batch. Pieces of a batch add their totals and their counts; the
 division is done once, by whoever holds all of them. Nothing here knows a framework: totals and counts are
 numbers or arrays of any library.
+
+The classes are written out because importing `dataclasses` takes longer than all of the core.
 """
 
 import math
 import sys
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ._errors import LossTypeError
@@ -50,7 +51,6 @@ class _Term:
     __add__ = __radd__ = __sub__ = __rsub__ = _refuse_addition
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Mean(_Term):
     """A loss that is `total` divided by `count`, where both add up over the pieces of a batch.
 
@@ -65,8 +65,16 @@ class Mean(_Term):
     3.0
     """
 
-    total: Any
+    __slots__ = ("count", "total")
+    __match_args__ = ("total", "count")
     count: Any
+
+    def __init__(self, total: Any, count: Any) -> None:
+        self.total = total
+        self.count = count
+
+    def __repr__(self) -> str:
+        return f"Mean(total={self.total!r}, count={self.count!r})"
 
     @classmethod
     def of(cls, values: Any, where: Any = None) -> "Mean":
@@ -86,6 +94,8 @@ class Mean(_Term):
             raise LossTypeError(f"values must be an array of losses, got {type(values).__name__}")
         if where is None:
             return cls(_wide_sum(values), math.prod(values.shape))
+        if not hasattr(where, "shape"):
+            raise LossTypeError(f"where must be an array in the shape of the values, got {type(where).__name__}")
         if tuple(where.shape) != tuple(values.shape):
             raise LossTypeError(
                 f"where has shape {tuple(where.shape)}, values have {tuple(values.shape)}: "
@@ -103,7 +113,6 @@ class Mean(_Term):
         return Mean(total, self.count)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Sum(_Term):
     """A loss that adds up over the rows of a batch and is not divided by anything.
 
@@ -111,7 +120,14 @@ class Sum(_Term):
     0.03
     """
 
-    total: Any
+    __slots__ = ("total",)
+    __match_args__ = ("total",)
+
+    def __init__(self, total: Any) -> None:
+        self.total = total
+
+    def __repr__(self) -> str:
+        return f"Sum(total={self.total!r})"
 
     @property
     def value(self) -> Any:

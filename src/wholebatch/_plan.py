@@ -25,17 +25,18 @@ def balanced(rows: int, *, micro_batch_size: int | None = None, num_micro_batche
     return [small + 1] * larger_ones + [small] * (pieces - larger_ones)
 
 
-def check_sizes(micro_batch_size: Any, num_micro_batches: Any) -> None:
-    """Refuse sizes that cannot be meant."""
+def check_sizes(micro_batch_size: Any, num_micro_batches: Any) -> tuple[int | None, int | None]:
+    """The sizes as integers, or an error where they cannot be meant."""
     if micro_batch_size is not None and num_micro_batches is not None:
         raise OptionError(
             f"both micro_batch_size={micro_batch_size!r} and num_micro_batches={num_micro_batches!r} were "
             "given: give one of them, the other follows from the batch"
         )
     if micro_batch_size is not None:
-        positive_integer("micro_batch_size", micro_batch_size)
+        micro_batch_size = positive_integer("micro_batch_size", micro_batch_size)
     if num_micro_batches is not None:
-        positive_integer("num_micro_batches", num_micro_batches)
+        num_micro_batches = positive_integer("num_micro_batches", num_micro_batches)
+    return micro_batch_size, num_micro_batches
 
 
 def positive_integer(name: str, value: Any, *, least: int = 1) -> int:

@@ -1,5 +1,8 @@
 """A loss as a ratio: weighting, masking, and no addition."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -70,6 +73,19 @@ def test_sums_of_16_bits_are_taken_in_float32():
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(LossTypeError, match=r"where has shape \(2,\), values have \(3,\)"):
         Mean.of(np.ones(3), where=np.ones(2))
+
+
+@pytest.mark.parametrize("term", [Mean(6.0, 4), Sum(6.0)], ids=repr)
+def test_terms_are_copied_pickled_and_printed(term):
+    for twin in (copy.deepcopy(term), pickle.loads(pickle.dumps(term))):
+        assert repr(twin) == repr(term)
+        assert twin.value == term.value
+
+
+@pytest.mark.parametrize("where", [[True, False, True], True])
+def test_a_mask_that_is_no_array_is_refused(where):
+    with pytest.raises(LossTypeError, match="where must be an array in the shape of the values, got"):
+        Mean.of(np.ones(3), where=where)
 
 
 def test_errors_on_purpose_share_a_base():

@@ -60,5 +60,10 @@ def test_both_sizes_are_refused():
         check_sizes(4, 2)
 
 
+def test_sizes_come_back_as_integers():
+    assert check_sizes(np.int64(3), None) == (3, None)
+    assert check_sizes(None, 4) == (None, 4)
+
+
 def test_numpy_integers_are_integers():
     assert positive_integer("size", np.int64(3)) == 3

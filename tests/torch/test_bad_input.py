@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from models import make_data, make_loss, make_model
+from models import make_data, make_loss, make_model, take_gradients, whole_gradients
 
+from reference import assert_exact
 from wholebatch import Mean, Sum, WholeBatchError
-from wholebatch.torch import Accumulator, backward
+from wholebatch.torch import Accumulator, backward, check
 
 MODEL = make_model()
 DATA = make_data()
@@ -42,16 +43,11 @@ LOSSES = {
     "complex": (lambda b: total(b) * 1j, ValueError, "the loss must be real, got torch.complex128"),
     "no graph": (lambda b: total(b).detach(), ValueError, "the loss has no graph"),
     "no terms": (lambda b: {}, ValueError, "a mapping with no terms"),
-    "negative count": (lambda b: Mean(total(b), -1), ValueError, "count of the loss must be finite and not neg"),
+    "negative count": (lambda b: Mean(total(b), -1), ValueError, "count of the loss must not be negative, got -1"),
     "count as tensor, negative": (
         lambda b: Mean(total(b), torch.tensor(-1)),
         ValueError,
         "the count of 'loss' must not be negative, got -1 in piece 1 of 2",
-    ),
-    "count not finite": (
-        lambda b: Mean(total(b), float("nan")),
-        ValueError,
-        "must be finite and not negative, got nan",
     ),
     "count not scalar": (
         lambda b: Mean(total(b), torch.ones(2)),
@@ -65,9 +61,13 @@ LOSSES = {
         "the count of the loss requires grad",
     ),
     "total not scalar": (lambda b: Mean(MODEL(b[0]), 2), ValueError, r"the total of the loss must be a scalar"),
-    "total a number": (lambda b: Mean(1.0, 2), TypeError, "the total of the loss must be a scalar tensor"),
+    "total a number": (lambda b: Mean(1.0, 2), TypeError, "the total of the loss must be a scalar tensor, got"),
     "a key that is no string": (lambda b: {1: total(b)}, TypeError, "terms are named by strings, got the key 1 of"),
-    "a term of no use": (lambda b: {"a": None}, TypeError, "term 'a' must be a scalar tensor"),
+    "a term of no use": (
+        lambda b: {"a": None},
+        TypeError,
+        "term 'a' must be a scalar tensor, a Mean or a Sum, got None",
+    ),
     "a metric of no use": (lambda b: (total(b), {"a": "x"}), TypeError, "metric 'a' must be a scalar tensor"),
     "a metric key": (lambda b: (total(b), {2: 1.0}), TypeError, "metrics are named by strings"),
     "a pair without metrics": (lambda b: (total(b), total(b)), TypeError, "of type tuple"),
@@ -131,10 +131,11 @@ def two_means(b):
             "counts= says that the batch holds 8 for term 'b', but the loss counted 6",
         ),
         (two_means, lambda b: {"a": torch.tensor(2), "b": 3}, "holds 4 for term 'a', but the loss counted 10"),
-        (two_means, lambda b: {"a": -5, "b": 3}, "the count of term 'a' in counts= must be finite and not negative"),
+        (two_means, lambda b: {"a": -5, "b": 3}, "the count of term 'a' in counts= must not be negative, got -5"),
         (two_means, lambda b: {"a": "five", "b": 3}, "the count of term 'a' in counts= must be a number"),
         (two_means, lambda b: {"a": 5, "b": 3, "c": 1}, "counts= names 'a', 'b', 'c', but the terms"),
-        (total, lambda b: {"loss": 5}, "counts= names 'loss', but the terms of the loss .* are none"),
+        (lambda b: Sum(total(b)), lambda b: {"loss": 5}, "counts= names 'loss', but the terms of the loss .* are none"),
+        (total, lambda b: {"loss": 4}, "holds 8 for term 'loss', but the loss counted 10"),
         (two_means, 5, "counts must be a function of a piece, got int"),
         (two_means, lambda b: {5: 3}, "counts= are named by strings"),
         (
@@ -158,7 +159,9 @@ STEPS = {
     ),
     "no scheduler": ({"scheduler": 3}, TypeError, "scheduler must be a torch scheduler or a sequence of them, got int"),
     "max_norm 0": ({"max_norm": 0}, ValueError, "max_norm must be a positive number, got 0"),
-    "max_norm infinite": ({"max_norm": float("inf")}, ValueError, "max_norm must be a positive number, got inf"),
+    "max_norm not a number": ({"max_norm": float("nan")}, ValueError, "max_norm must be a positive number, got nan"),
+    "scaler text": ({"scaler": "fp16"}, TypeError, "scaler must be a GradScaler, got str"),
+    "several scalers": ({"scaler": [torch.amp.GradScaler("cpu")]}, TypeError, "scaler must be a GradScaler, got list"),
     "max_norm text": ({"max_norm": "1"}, TypeError, "max_norm must be a positive number, got '1'"),
 }
 
@@ -189,3 +192,53 @@ def test_backward_while_pieces_are_pending():
     with pytest.raises(ValueError, match="pieces added with .add are still pending"):
         accumulator.backward(make_loss(MODEL), DATA)
     accumulator.discard()
+
+
+@pytest.mark.parametrize("function", [None, "mse"])
+def test_a_loss_function_has_to_be_one(function):
+    with pytest.raises(TypeError, match="loss_fn must be a function of a piece, got"):
+        backward(MODEL, function, DATA)
+
+
+def test_a_gradient_is_summed_by_one_accumulator_at_a_time():
+    model, data = make_model(), make_data()
+    first, second = Accumulator(model), Accumulator(model)
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    first.add(make_loss(model)(data), rows=10)
+    for refused in (
+        lambda: second.add(make_loss(model)(data), rows=10),
+        lambda: second.backward(make_loss(model), data),
+        lambda: check(model, make_loss(model), data),
+    ):
+        with pytest.raises(ValueError, match=r"still being summed by another Accumulator: call its \.finish\(\)"):
+            refused()
+    first.finish()
+    assert_exact(take_gradients(model), whole)
+    second.backward(make_loss(model), data)
+    assert_exact(take_gradients(model), whole)
+
+
+def test_two_accumulators_in_turns_may_not_pass_through_each_others_networks():
+    player, judge = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 1).double()
+    x, _ = make_data()
+    for_judge, for_player = Accumulator(judge), Accumulator(player)
+    for_judge.add(judge(player(x).detach()).square().mean(), rows=10)
+    with pytest.raises(ValueError, match="of shape .* is still being summed by another Accumulator"):
+        for_player.add(judge(player(x)).mean(), rows=10)
+    judge.requires_grad_(False)
+    for_player.add(judge(player(x)).mean(), rows=10)
+    judge.requires_grad_(True)
+    for_judge.finish()
+    for_player.finish()
+    assert_exact(take_gradients(judge), whole_gradients(judge, lambda: judge(player(x).detach()).square().mean()))
+    taken = take_gradients(player)
+    assert_exact(taken, whole_gradients(player, lambda: judge(player(x)).mean()))
+
+
+def test_a_lost_accumulator_does_not_stand_in_the_way():
+    model, data = make_model(), make_data()
+    lost = Accumulator(model)
+    lost.add(make_loss(model)(data), rows=10)
+    del lost
+    model.zero_grad()
+    assert backward(model, make_loss(model), data).loss.isfinite()

@@ -152,9 +152,24 @@ def test_windows_pass_on_what_a_loader_raises():
         list(windows(loader(), 2))
 
 
+def test_a_list_of_micro_batches_is_told_about_windows():
+    x, _ = make_data()
+    with pytest.raises(BatchError, match=r"batch\[1\] has 3; a list of micro-batches is given as Window"):
+        backward(make_model(), lambda piece: pytest.fail("called"), [x, x[:3]])
+
+
 def test_an_empty_window_is_refused():
     with pytest.raises(BatchError, match="an empty Window"):
         Window([])
+
+
+def test_a_window_is_empty_only_if_all_of_it_is():
+    model, (x, y) = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)((x, y)))
+    backward(model, make_loss(model), Window([(x[:0], y[:0]), (x, y)]))
+    assert_exact(take_gradients(model), whole)
+    with pytest.raises(BatchError, match="the batch is empty: the pieces of the Window have 0 rows"):
+        backward(model, make_loss(model), Window([(x[:0], y[:0]), (x[:0], y[:0])]))
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 9], [10], [3, 3, 3, 1]])

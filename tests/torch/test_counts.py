@@ -54,8 +54,16 @@ def test_a_batch_that_counts_nothing_has_loss_zero_and_zero_gradients(as_count, 
     assert result.loss == 0
     assert result.count == 0
     assert not result.stepped
-    for gradient in take_gradients(model).values():
-        assert not gradient.any(), "zero or None, never NaN"
+    assert not any(p.grad.any() for p in model.parameters())
+    before = model[0].weight.grad = torch.ones_like(model[0].weight)
+    model[2].weight.grad = None
+    backward(model, masked(model, as_count), (x, y), micro_batch_size=size)
+    assert model[0].weight.grad is before
+    assert before.all()
+    model[0].weight.grad = torch.zeros_like(before)
+    gradients = take_gradients(model)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in gradients.values())
 
 
 def test_a_batch_that_counts_nothing_takes_no_step():
@@ -153,6 +161,7 @@ def test_metrics_are_reported_over_the_whole_batch_and_not_differentiated():
             "plain": len(piece[0]),
             "ratio": Mean(float(right.sum()), len(right)),
             "number": Sum(2),
+            "weighted": Mean(logits.sum(), logits.square().sum()),
         }
 
     metrics = backward(model, with_metrics, (x, y), micro_batch_size=4).metrics
@@ -161,6 +170,7 @@ def test_metrics_are_reported_over_the_whole_batch_and_not_differentiated():
     assert metrics["accuracy"].item() == pytest.approx(right.double().mean().item(), rel=1e-12)
     assert metrics["hits"] == right.sum()
     assert metrics["logit"].item() == pytest.approx(model(x).mean().item(), rel=1e-12)
+    assert metrics["weighted"].item() == pytest.approx((model(x).sum() / model(x).square().sum()).item(), rel=1e-12)
     assert metrics["plain"].item() == pytest.approx((4 * 4 + 3 * 3 + 3 * 3) / 10)
     assert metrics["ratio"].item() == pytest.approx(right.double().mean().item())
     assert metrics["number"] == 6
@@ -287,3 +297,21 @@ def test_declared_counts_have_to_agree(declared, ok):
     else:
         with pytest.raises(ValueError, match="both must count the same items"):
             backward(model, loss_fn, data, counts=lambda b: declared)
+
+
+def test_counts_may_name_scalar_terms_too():
+    model, (x, y) = make_model(), make_data()
+    loss_fn = make_loss(model)
+    whole = whole_gradients(model, lambda: loss_fn((x, y)) + model(x).square().sum() / 3 + model(x).sum() / 7)
+
+    def terms(piece):
+        share = len(piece[0]) / 10
+        a, b = model(piece[0]).square().sum(), model(piece[0]).sum()
+        return {"row": loss_fn(piece), "a": Mean(a, 3 * share), "b": Mean(b, 7 * share)}
+
+    def counts(piece):
+        return {"row": len(piece[0]), "a": 3 * len(piece[0]) / 10, "b": 7 * len(piece[0]) / 10}
+
+    result = backward(model, terms, (x, y), micro_batch_size=4, counts=counts)
+    assert_exact(take_gradients(model), whole)
+    assert result.count["row"] == 10

@@ -89,6 +89,17 @@ def test_rows_are_numbers_of_rows(rows, text):
         Accumulator(model).add(make_loss(model)(data), rows=rows)
 
 
+def test_rows_that_are_refused_forget_the_batch_like_any_other_error():
+    model, data = make_model(), make_data()
+    accumulator = Accumulator(model)
+    accumulator.add(make_loss(model)(data), rows=10)
+    with pytest.raises(OptionError, match="rows must be at least 0, got -1"):
+        accumulator.add(make_loss(model)(data), rows=-1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    accumulator.add(make_loss(model)(data), rows=10)
+    assert accumulator.finish().num_micro_batches == 1
+
+
 def test_many_pieces_of_which_some_count_nothing():
     model, data = make_model(), make_data()
     loss_fn = make_loss(model)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import assert_exact
-from wholebatch import Mean, Sum
+from wholebatch import LossError, Mean, Sum
 from wholebatch.torch import Accumulator, backward
 from wholebatch.torch._check import tolerance
 
@@ -112,6 +112,24 @@ def test_a_compiled_model(backend):
     whole = whole_gradients(model, lambda: make_loss(model)(data))
     compiled = torch.compile(model, backend=backend)
     Accumulator(compiled, micro_batch_size=4).backward(make_loss(compiled), data)
+    assert_exact(take_gradients(model), whole)
+
+
+def test_a_compiled_model_that_bears_one_backward_is_told_about_counts():
+    torch._dynamo.reset()
+    model, (x, y) = make_model(), make_data()
+    whole = whole_gradients(model, lambda: model(x).square().sum() / 20 + model(x).mean())
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def loss_fn(piece):
+        outputs = compiled(piece[0])
+        return {"a": Mean(outputs.square().sum(), 2 * len(outputs)), "b": outputs.mean()}
+
+    accumulator = Accumulator(compiled, micro_batch_size=4)
+    with pytest.raises(LossError, match="a compiled model gives its buffers away in the first: .* with counts="):
+        accumulator.backward(loss_fn, (x, y))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    accumulator.backward(loss_fn, (x, y), counts=lambda piece: {"a": 2 * len(piece[0])})
     assert_exact(take_gradients(model), whole)
 
 

@@ -25,12 +25,25 @@ def test_raise_names_the_piece_and_the_term():
         )
 
 
+@pytest.mark.parametrize("given", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("count", [float("nan"), float("inf")])
-def test_raise_names_a_count(count):
+def test_a_count_follows_the_policy(count, declared, given):
     model, data = make_model(), make_data()
     loss_fn = make_loss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(policy):
+        accumulator = Accumulator(model, micro_batch_size=5, on_nonfinite=policy)
+        counts = (lambda b: given(count)) if declared else None
+        return accumulator.step(lambda b: Mean(loss_fn(b), given(count)), data, optimizer, counts=counts)
+
     with pytest.raises(NonFiniteError, match=f"term 'loss' of piece 1 of 2 has the count {count}"):
-        Accumulator(model, micro_batch_size=5).backward(lambda b: Mean(loss_fn(b), torch.tensor(count)), data)
+        step("raise")
+    assert all(p.grad is None for p in model.parameters())
+    assert not step("skip").stepped
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert step("keep").stepped
 
 
 def infinite_gradient(model):

@@ -195,7 +195,7 @@ def test_the_scaler_decides_and_not_the_policy():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"scaler": 3}, "scaler must be a torch scaler or a sequence of them, got int"),
+        ({"scaler": 3}, "scaler must be a GradScaler, got int"),
         ({"scaler": make_scaler(), "max_norm": 1.0}, "max_norm with a scaler needs the optimizer"),
     ],
 )

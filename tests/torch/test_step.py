@@ -110,3 +110,13 @@ def test_gradients_of_the_model_and_of_the_optimizer_are_zeroed():
 def test_a_step_needs_an_optimizer(optimizer):
     with pytest.raises(OptionTypeError, match="optimizer must be a torch optimizer or a sequence of them, got none"):
         Accumulator(make_model()).step(lambda b: pytest.fail("called"), make_data(), optimizer)
+
+
+def test_an_infinite_norm_measures_and_does_not_clip():
+    model, data = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    accumulator = Accumulator(model)
+    accumulator.add(make_loss(model)(data), rows=10)
+    norm = accumulator.finish(max_norm=float("inf")).grad_norm
+    assert norm.item() == pytest.approx(sum((g**2).sum() for g in whole.values()) ** 0.5, rel=1e-12)
+    assert_exact(take_gradients(model), whole)

@@ -67,7 +67,7 @@ class Accumulator:
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
     ) -> None:
-        check_sizes(micro_batch_size, num_micro_batches)
+        self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
         if batch_norm not in ("refuse", "micro"):
@@ -75,8 +75,6 @@ class Accumulator:
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
         self._model = Model(model)
-        self._micro_batch_size = micro_batch_size
-        self._num_micro_batches = num_micro_batches
         self._accum_dtype = accum_dtype
         self._batch_norm = batch_norm
         self._on_nonfinite = on_nonfinite
@@ -138,13 +136,12 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        rows = None if rows is None else positive_integer("rows", rows, least=0)
-        if self._open is None:
-            statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-            self._open = OpenBatch(require(self._model.parameters()))
-            with self._discarding():
-                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
         with self._discarding():
+            rows = None if rows is None else positive_integer("rows", rows, least=0)
+            if self._open is None:
+                statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
+                self._open = OpenBatch(require(self._model.parameters()))
+                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
             self._open.add(loss, rows)
 
     def finish(
@@ -176,8 +173,8 @@ class Accumulator:
     def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
-        for name, function in (("loss_fn", loss_fn), ("counts", counts)):
-            if function is not None and not callable(function):
+        for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
+            if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
         pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
         parameters = require(self._model.parameters())

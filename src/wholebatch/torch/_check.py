@@ -54,7 +54,7 @@ def check(
     >>> check(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y)).exact
     True
     """
-    check_sizes(micro_batch_size, None)
+    micro_batch_size, _ = check_sizes(micro_batch_size, None)
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
     judged = Model(model)
@@ -80,7 +80,7 @@ def tolerance(dtype: torch.dtype, pieces: int) -> float:
 def _untouched(model: Model) -> Iterator[GradientSums]:
     """Gradients, buffers and random states are afterwards as they were."""
     state = Snapshot(model)
-    sums = GradientSums()
+    sums = GradientSums(claims=False)  # the accumulators that are judged need the leaves
     try:
         sums.begin(model.parameters())
         yield sums

@@ -24,6 +24,8 @@ class Cut:
         self.sizes: Sequence[int | None]
         if isinstance(batch, Window):
             self.sizes = [rows_if_known(piece) for piece in batch]
+            if self.rows == 0:
+                raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
         else:
             self.sizes = balanced(
                 rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
@@ -96,7 +98,8 @@ def _shared_rows(piece: Any) -> tuple[int | None, str]:
         if rows is None:
             rows, first = tensor.shape[0], path
         elif tensor.shape[0] != rows:
-            return None, f"batch rows differ: {first} has {rows}, {path} has {tensor.shape[0]}"
+            advice = "; a list of micro-batches is given as Window(...)" if isinstance(piece, list) else ""
+            return None, f"batch rows differ: {first} has {rows}, {path} has {tensor.shape[0]}{advice}"
     if rows is None:
         return (
             None,

@@ -68,19 +68,17 @@ def read(returned: Any, rows: int | None) -> Reading:
         if not terms:
             raise LossError("the loss function returned a mapping with no terms")
     else:
-        terms = {ONLY_TERM: _term("the loss", returned, rows)}
+        terms = {ONLY_TERM: _term("the loss", returned, rows, ", a Mean, a Sum or a mapping of these")}
     return Reading(terms, metrics)
 
 
-def _term(what: str, value: Any, rows: int | None) -> Term:
+def _term(what: str, value: Any, rows: int | None, instead: str = ", a Mean or a Sum") -> Term:
     if isinstance(value, Mean):
-        total, count = _scalar(f"the total of {what}", value.total), _count(what, value.count)
-        if isinstance(count, Tensor) and count.device != total.device and count.device.type == "cpu":
-            count = count.item()  # the host knows it; a copy to the device would wait for the device
-        return Term(total, 1, count, Per.OWN_COUNT)
+        total = _scalar(f"the total of {what}", value.total)
+        return Term(total, 1, _count(what, value.count, total.device), Per.OWN_COUNT)
     if isinstance(value, Sum):
         return Term(_scalar(f"the total of {what}", value.total), 1, 1, Per.NOTHING)
-    value = _scalar(what, value)
+    value = _scalar(what, value, instead)
     if rows is None:
         raise LossError(
             f"{what} is a scalar, a mean over rows, but the rows of this piece are not known: return "
@@ -93,7 +91,8 @@ def _metric(name: str, value: Any, rows: int | None) -> Term:
     """Metrics are not differentiated, so plain numbers do as well."""
     what = f"metric {name!r}"
     if isinstance(value, Mean):
-        value = Mean(_as_tensor(value.total), value.count)
+        count = value.count.detach() if isinstance(value.count, Tensor) else value.count
+        value = Mean(_as_tensor(value.total), count)
     elif isinstance(value, Sum):
         value = Sum(_as_tensor(value.total))
     return _term(what, _as_tensor(value), rows)
@@ -106,11 +105,10 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, numbers.Real) else value
 
 
-def _scalar(what: str, value: Any) -> Tensor:
+def _scalar(what: str, value: Any, instead: str = "") -> Tensor:
     if not isinstance(value, Tensor):
         raise LossTypeError(
-            f"{what} must be a scalar tensor, a Mean, a Sum or a mapping of these, got "
-            f"{_described(value)} of type {type(value).__name__}"
+            f"{what} must be a scalar tensor{instead}, got {_described(value)} of type {type(value).__name__}"
         )
     if value.dim():
         raise LossError(
@@ -122,7 +120,7 @@ def _scalar(what: str, value: Any) -> Tensor:
     return value
 
 
-def _count(what: str, count: Any) -> Count:
+def _count(what: str, count: Any, device: torch.device | None = None) -> Count:
     if isinstance(count, Tensor):
         if count.dim():
             raise CountError(f"the count of {what} must be a scalar, got shape {tuple(count.shape)}: sum it first")
@@ -131,16 +129,19 @@ def _count(what: str, count: Any) -> Count:
                 f"the count of {what} requires grad: a count is a constant of the batch; "
                 "detach it, or keep the ratio inside a loss that is not split"
             )
-        return count
+        if device is None or count.device == device or count.device.type != "cpu":
+            return count
+        count = count.item()  # the host knows it; a copy to the device would wait for the device
     if not isinstance(count, numbers.Real):
         raise CountError(
             f"the count of {what} must be a number or a scalar tensor, got {_described(count)} "
             f"of type {type(count).__name__}"
         )
     number = int(count) if isinstance(count, numbers.Integral) else float(count)
-    if number < 0 or not math.isfinite(number):
-        raise CountError(f"the count of {what} must be finite and not negative, got {number}")
-    return number
+    if number < 0:
+        raise CountError(f"the count of {what} must not be negative, got {number}")
+    # whether one that is not finite is an error is for `on_nonfinite` to say, at the end, where tensors are looked at
+    return number if math.isfinite(number) else torch.full((), number, device=device)
 
 
 def read_counts(given: Any, what: str = "counts=") -> dict[str, Count]:

@@ -29,14 +29,15 @@ class Step:
     def __init__(self, optimizer: Any, max_norm: float | None, scheduler: Any, scaler: Any) -> None:
         self.optimizers = _several("optimizer", optimizer, "step", "zero_grad")
         self._schedulers = _several("scheduler", scheduler, "step")
-        _several("scaler", scaler, "scale", "unscale_", "step", "update", "is_enabled")
+        if scaler is not None:
+            _require("scaler", scaler, "a GradScaler", "scale", "unscale_", "step", "update", "is_enabled")
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled: list[Any] = []
         self._overflow = False
         self.max_norm = max_norm
         if max_norm is not None and not isinstance(max_norm, numbers.Real):
             raise OptionTypeError(f"max_norm must be a positive number, got {max_norm!r}")
-        if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
+        if max_norm is not None and not max_norm > 0:  # infinity measures the norm and clips nothing
             raise OptionError(f"max_norm must be a positive number, got {max_norm}")
         if self._schedulers and not self.optimizers:
             raise OptionError("a scheduler was given without an optimizer: it is stepped only after one")
@@ -125,6 +126,10 @@ def _several(name: str, given: Any, *methods: str) -> list[Any]:
         return []
     several = list(given) if isinstance(given, list | tuple) else [given]
     for one in several:
-        if not all(callable(getattr(one, method, None)) for method in methods):
-            raise OptionTypeError(f"{name} must be a torch {name} or a sequence of them, got {type(one).__name__}")
+        _require(name, one, f"a torch {name} or a sequence of them", *methods)
     return several
+
+
+def _require(name: str, given: Any, wanted: str, *methods: str) -> None:
+    if not all(callable(getattr(given, method, None)) for method in methods):
+        raise OptionTypeError(f"{name} must be {wanted}, got {type(given).__name__}")

@@ -10,21 +10,31 @@ outside the given parameters (another model, an input) are adopted when a piece 
 
 from collections.abc import Iterable, Iterator
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from .._errors import BatchError, LossError
 from ._loss import Number
 from ._weights import Pass
 
 SumDtype = torch.dtype | Literal["auto"]
 """A dtype to sum in; "auto" is float32 for 16-bit gradients and a gradient's own dtype for all others."""
 
+_claims: WeakValueDictionary[int, "GradientSums"] = WeakValueDictionary()
+"""Whose `.grad` it is, by the leaf's id: two batches that are open at once would each take the other's sums."""
+
 
 class GradientSums:
-    """The sums of one batch. `.grad` of every leaf belongs to them from `begin` to `commit` or `restore`."""
+    """The sums of one batch. `.grad` of every leaf belongs to them from `begin` to `commit` or `restore`.
 
-    def __init__(self) -> None:
+    Args:
+        claims: whether others are kept away from the leaves meanwhile.
+    """
+
+    def __init__(self, *, claims: bool = True) -> None:
+        self._claims = claims
         self._dtype: SumDtype | None = None
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
@@ -56,8 +66,10 @@ class GradientSums:
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
         self.adopt(main.values + aside.values)
-        if main.values:
-            torch.autograd.backward(main.values, main.seeds, retain_graph=bool(aside.values))
+        if main.values and not aside.values:
+            torch.autograd.backward(main.values, main.seeds)
+        elif main.values:
+            _first_backward_of_two(main)
         if aside.values:
             self._swap()
             torch.autograd.backward(aside.values, aside.seeds)
@@ -98,7 +110,7 @@ class GradientSums:
         From the first of those on there is no way back, as nothing holds their old contents.
         """
         for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=True):
-            gradient = _release(leaf, dtype)
+            gradient = self._release(leaf, dtype)
             if gradient is None:
                 leaf.grad = before
             elif before is not None and before.layout == gradient.layout == torch.strided:
@@ -108,29 +120,49 @@ class GradientSums:
                 leaf.grad = gradient.to(dtype or leaf.dtype)
 
     def forget(self) -> None:
-        """Make all sums zero, and drop what was not a number with them."""
-        for leaf, before in zip(self._leaves, self._before, strict=True):
-            if before is not None:
-                leaf.grad = None
-            elif leaf.grad is not None:
-                leaf.grad = torch.zeros_like(leaf.grad)
+        """Make all sums zero, and drop what was not a number with them.
+
+        If the host knew that nothing counts, no backward has run, and none has said which leaves the loss reaches.
+        """
+        pairs = list(zip(self._leaves, self._before, strict=True))
+        unknown = all(leaf.grad is None for leaf, before in pairs if before is None)
+        for i, (leaf, before) in enumerate(pairs):
+            like = leaf if unknown and i < self._given else leaf.grad
+            leaf.grad = None if like is None or before is not None else torch.zeros_like(like, dtype=leaf.grad_dtype)
 
     def restore(self) -> None:
         """Bring back `.grad` as it was before the batch; None stays None."""
         for leaf, before, dtype in zip(self._leaves, self._before, self._grad_dtypes, strict=False):
-            _release(leaf, dtype)
+            self._release(leaf, dtype)
             leaf.grad = before
 
     def _own(self, leaf: Tensor) -> None:
+        if id(leaf) in _claims:
+            raise BatchError(
+                f"the gradient of a parameter of shape {tuple(leaf.shape)} is still being summed by another "
+                "Accumulator: call its .finish() or .discard() first; a loss that only passes through a network which "
+                "another Accumulator trains needs .requires_grad_(False) on that network meanwhile"
+            )
         self._grad_dtypes.append(leaf.grad_dtype)
         self._before.append(leaf.grad)
         self._leaves.append(leaf)  # noted first and changed afterwards, so that an interruption can be undone
         self._known.add(id(leaf))
+        if self._claims:
+            _claims[id(leaf)] = self
         leaf.grad = None
         if self._dtype is not None and leaf.is_floating_point():
             set_grad_dtype(leaf, _sum_dtype(self._dtype, leaf.grad_dtype or leaf.dtype))
         if self._aside is not None:
             self._aside.append(None)
+
+    def _release(self, leaf: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Take the sum out of `.grad`, which then accepts the dtype that it accepted before."""
+        gradient = leaf.grad
+        leaf.grad = None
+        set_grad_dtype(leaf, dtype)
+        if self._claims:
+            _claims.pop(id(leaf), None)
+        return gradient
 
     def _swap(self) -> None:
         aside = self._aside or [None] * len(self._leaves)
@@ -154,18 +186,23 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
+def _first_backward_of_two(main: Pass) -> None:
+    try:
+        torch.autograd.backward(main.values, main.seeds, retain_graph=True)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise LossError(
+            "terms whose counts are known at different times take two backwards per piece, and a compiled model gives "
+            "its buffers away in the first: tell the count of the Mean beforehand with counts= of .backward or .step, "
+            "or set torch._functorch.config.donated_buffer = False before the model is compiled"
+        ) from error
+
+
 def _sum_dtype(wanted: SumDtype, own: torch.dtype) -> torch.dtype:
     if wanted == "auto":
         return torch.float32 if own.itemsize < 4 else own
     return wanted
-
-
-def _release(leaf: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Take the sum out of `.grad`, which then accepts the dtype that it accepted before."""
-    gradient = leaf.grad
-    leaf.grad = None
-    set_grad_dtype(leaf, dtype)
-    return gradient
 
 
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype | None) -> None:

@@ -100,7 +100,7 @@ class _Term:
                 raise CountError(
                     f"the count of {self.name!r} must not be negative, got {count} in {self._piece(piece)}"
                 )
-        if self._given_declared is None:
+        if self._given_declared is None or not math.isfinite(self.count):
             return
         declared = _known(self._declared, self._given_declared)
         whole = float(declared).is_integer() and float(self.count).is_integer()

@@ -90,7 +90,8 @@ class Weights:
         """Learn from the first piece which denominator is unknown, and choose what its sums are scaled by."""
         self._started = True
         own = [name for name, term in terms.items() if term.per is Per.OWN_COUNT]
-        if self._counts is not None and self._counts.keys() != set(own):
+        countable = {name for name, term in terms.items() if term.per is not Per.NOTHING}
+        if self._counts is not None and not set(own) <= self._counts.keys() <= countable:
             raise CountError(
                 f"counts= names {_listed(self._counts)}, but the terms of the loss that have a count of their own are "
                 f"{_listed(own)}"
