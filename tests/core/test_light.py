@@ -53,6 +53,14 @@ def test_the_core_loads_no_module_that_costs_more_than_itself():
     assert "dataclasses" not in loaded_by("wholebatch")["modules"]
 
 
+def test_the_jax_front_end_loads_only_its_own():
+    pytest.importorskip("jax")
+    found = loaded_by("wholebatch.jax")
+    assert "jax" in found["modules"]
+    assert not {"torch", "flax", "optax", "equinox"} & set(found["modules"])
+    assert found["environment"] == []
+
+
 def test_importing_the_core_takes_under_50_ms():
     assert min(float(run(TIMED).stdout) for _ in range(5)) < 0.05
 

@@ -9,7 +9,10 @@ from reference import EXACT, assert_exact
 
 def make_params(seed=0, dtype=float):
     draw = np.random.default_rng(seed).normal
-    return {"in": {"w": jnp.asarray(draw(size=(3, 8)), dtype), "b": jnp.zeros(8, dtype)}, "out": jnp.asarray(draw(size=8), dtype)}
+    return {
+        "in": {"w": jnp.asarray(draw(size=(3, 8)), dtype), "b": jnp.zeros(8, dtype)},
+        "out": jnp.asarray(draw(size=8), dtype),
+    }
 
 
 def make_batch(rows=10, seed=1, dtype=float):

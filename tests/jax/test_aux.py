@@ -88,7 +88,7 @@ def test_entries_of_pieces_without_a_row_axis_are_put_together_in_the_order_of_t
 @pytest.mark.parametrize(
     ("aux", "message"),
     [
-        ("median", 'aux must hold .*got .median.'),
+        ("median", "aux must hold .*got .median."),
         ({"other": "sum"}, "modes in the structure of what is reported"),
     ],
 )

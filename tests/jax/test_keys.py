@@ -78,7 +78,9 @@ def test_trees_of_keys():
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize("not_a_key", [jnp.ones(3), 7, jax.random.split(jax.random.key(0), 3)], ids=["floats", "number", "several"])
+@pytest.mark.parametrize(
+    "not_a_key", [jnp.ones(3), 7, jax.random.split(jax.random.key(0), 3)], ids=["floats", "number", "several"]
+)
 def test_what_is_not_a_key_is_refused(not_a_key):
     with pytest.raises(TypeError, match="not a random key"):
         value_and_grad(dropped, rng_argnums=1, micro_batch_size=4)(make_params(), not_a_key, *make_batch())

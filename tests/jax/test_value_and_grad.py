@@ -41,7 +41,10 @@ def test_argnums_of_every_form(argnums, cut):
 
 def test_one_piece_is_jax_to_the_bit():
     params, batch = make_params(), make_batch()
-    split, whole = value_and_grad(loss_fn, micro_batch_size=64)(params, *batch), jax.value_and_grad(loss_fn)(params, *batch)
+    split, whole = (
+        value_and_grad(loss_fn, micro_batch_size=64)(params, *batch),
+        jax.value_and_grad(loss_fn)(params, *batch),
+    )
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), split, whole)))
 
 
@@ -104,7 +107,9 @@ def test_what_has_no_rows_goes_whole_to_each_piece():
     params, (x, y) = make_params(), make_batch()
     split = value_and_grad(scaled, micro_batch_size=4)
     batch = {"x": x, "y": np.asarray(y), "factor": 3.0}
-    assert_same(split(params, batch, jnp.asarray(2.0), "anything"), jax.value_and_grad(lambda p: 6 * loss_fn(p, x, y))(params))
+    assert_same(
+        split(params, batch, jnp.asarray(2.0), "anything"), jax.value_and_grad(lambda p: 6 * loss_fn(p, x, y))(params)
+    )
 
 
 def test_batch_argnums_keep_other_arrays_whole():
@@ -130,7 +135,9 @@ def test_under_vmap(micro_batch_size):
     assert_same(split, jax.vmap(jax.value_and_grad(loss_fn))(params, x, y))
 
 
-@pytest.mark.parametrize("loss", [loss_fn, lambda p, x, y: Mean(squares(p, x, y).sum(), len(y))], ids=["scalar", "Mean"])
+@pytest.mark.parametrize(
+    "loss", [loss_fn, lambda p, x, y: Mean(squares(p, x, y).sum(), len(y))], ids=["scalar", "Mean"]
+)
 def test_it_can_be_differentiated_again(loss):
     params, (x, y) = make_params(), make_batch()
 

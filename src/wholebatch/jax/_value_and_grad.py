@@ -137,10 +137,17 @@ def grad(
 def check_options(micro_batch_size: Any, num_micro_batches: Any, accum_dtype: Any, aux: Tree) -> None:
     """Refuse options that cannot be meant, before any call."""
     check_sizes(micro_batch_size, num_micro_batches)
-    if accum_dtype != "auto" and not jnp.issubdtype(accum_dtype, jnp.floating):
+    if accum_dtype != "auto" and not _is_floating(accum_dtype):
         raise OptionTypeError(f'accum_dtype must be "auto" or a floating point dtype, got {accum_dtype!r}')
     if isinstance(aux, str):
         modes_by_leaf(aux, ())
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:
+        return False
 
 
 def value_of(whole: Whole, has_aux: bool, return_terms: bool) -> Any:
