@@ -5,6 +5,7 @@ from typing import Any, assert_type
 import torch
 from torch import Tensor, nn
 
+import wholebatch.jax
 from wholebatch import Mean, Sum
 from wholebatch.torch import Accumulator, Report, Result, Window, backward, check, token_mean, windows
 
@@ -38,3 +39,7 @@ assert_type(token_mean(torch.ones(1, 2, 3), torch.ones(1, 2)), Mean)
 
 Accumulator(model, on_nonfinite="ignore")  # type: ignore[arg-type]
 Accumulator(model, micro_batch_size="8")  # type: ignore[arg-type]
+
+assert_type(wholebatch.jax.check(len, 1.0, 2.0, micro_batch_size=4).exact, bool)
+wholebatch.jax.value_and_grad(len, micro_batch_size=16, rng_argnums=(1,), aux="mean")
+wholebatch.jax.grad(len, micro_batch_size="8")  # type: ignore[arg-type]

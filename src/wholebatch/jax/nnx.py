@@ -49,7 +49,7 @@ def value_and_grad(
     >>> def loss_fn(model, x, y):
     ...     return jnp.mean((model(x) - y) ** 2)
     >>> loss, grads = value_and_grad(loss_fn, micro_batch_size=16)(model, jnp.ones((50, 3)), jnp.zeros((50, 1)))
-    >>> optimizer.update(model, grads)
+    >>> _ = optimizer.update(model, grads)
     """
     if batch_norm not in ("refuse", "micro"):
         raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
