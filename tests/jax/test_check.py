@@ -69,6 +69,16 @@ def test_what_computes_in_less_is_judged_by_that():
     assert report.tolerance > 1e-12
 
 
+def test_a_metric_of_little_precision_does_not_excuse_a_wrong_loss():
+    def fun(params, x, y):
+        losses = squares(params, x, y)
+        return losses.sum() * 1e-3 + losses.mean(), losses.astype(jnp.bfloat16).mean()
+
+    report = check(fun, make_params(), *make_batch(), has_aux=True)
+    assert not report.exact
+    assert report.dtype == "float64"
+
+
 def test_a_function_that_insists_on_its_own_precision():
     def fun(params, x, y):
         assert x.dtype == jnp.float32

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from reference import assert_exact
 from wholebatch import LossError, Mean, Sum
+from wholebatch._report import tolerance
 from wholebatch.torch import Accumulator, backward
-from wholebatch.torch._check import tolerance
 
 
 class Tied(nn.Module):
@@ -102,7 +102,7 @@ def test_single_precision_agrees_to_its_rounding():
     data = (x.float(), y)
     whole = whole_gradients(model, lambda: make_loss(model)(data))
     backward(model, make_loss(model), data, micro_batch_size=1)
-    assert_exact(take_gradients(model), whole, tolerance=tolerance(torch.float32, pieces=10))
+    assert_exact(take_gradients(model), whole, tolerance=tolerance(torch.finfo(torch.float32).eps, pieces=10))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

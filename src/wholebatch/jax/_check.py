@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._errors import BatchError
 from .._mean import Mean, Sum
@@ -153,7 +154,8 @@ def _largest(entries: np.ndarray) -> float:
 
 
 def _least_precise(jaxpr: Jaxpr) -> Any:
-    """The least precise floating point type that a program computes in."""
+    """The least precise floating point type that leads to a program's result."""
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     dtypes = {variable.aval.dtype for equation in _equations(jaxpr) for variable in equation.outvars}
     return max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=_eps)
 

@@ -7,12 +7,12 @@
 >>> loss = backward(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y), micro_batch_size=16).loss
 """
 
+from .._report import Report
 from . import _pytree
 from ._accumulator import Accumulator, backward
 from ._check import check
 from ._evaluate import evaluate
 from ._rates import scale_lr
-from ._report import Report
 from ._result import Result
 from ._tokens import token_mean
 from ._train import History, train

@@ -17,19 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from .._errors import BatchError
 from .._plan import balanced, check_sizes
+from .._report import Report, cuts_to_try, rows_to_use
+from .._terms import Per
 from ._accumulator import Accumulator
 from ._cut import rows_of, spread_rows, to_device
-from ._loss import LossFunction, Per, read
+from ._loss import LossFunction, read
 from ._model import Model, only_device
-from ._report import Report
 from ._state import Snapshot
 from ._sums import GradientSums
 from ._wide import in_float64, widen
 from ._window import Window
 
 Gradients = dict[str, Tensor]
-
-_ROWS = 7  # a prime, so that pieces are ragged
 
 
 def check(
@@ -58,22 +57,16 @@ def check(
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
     judged = Model(model)
-    rows = min(rows_of(batch), max(_ROWS, 2 * (micro_batch_size or 0) + 1))
-    cuts = {min(pieces, rows) for pieces in (2, 3, rows)}
-    if micro_batch_size is not None:
-        cuts.add(len(balanced(rows, micro_batch_size=micro_batch_size)))
+    rows = rows_to_use(rows_of(batch), micro_batch_size)
+    pieces_of_size = micro_batch_size and len(balanced(rows, micro_batch_size=micro_batch_size))
+    cuts = cuts_to_try(rows, pieces_of_size)
     part = to_device(spread_rows(batch, rows), only_device(judged.parameters()))
     try:
         with _untouched(judged) as sums, in_float64(judged):
-            return _compare(judged, loss_fn, widen(part), rows, sorted(cuts), sums)
+            return _compare(judged, loss_fn, widen(part), rows, cuts, sums)
     except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
         with _untouched(judged) as sums:
-            return _compare(judged, loss_fn, part, rows, sorted(cuts), sums)
-
-
-def tolerance(dtype: torch.dtype, pieces: int) -> float:
-    """How far two ways of adding up the same `pieces` may lie apart, relative to the largest entry."""
-    return 1e-12 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps * math.sqrt(pieces)
+            return _compare(judged, loss_fn, part, rows, cuts, sums)
 
 
 @contextmanager
@@ -124,22 +117,12 @@ def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: li
         except Exception as caught:  # the whole batch went well, so it is the split that this model does not bear
             by_cut[pieces] = dict.fromkeys(whole, math.inf)
             failure = f"{pieces} pieces: {type(caught).__name__}: {caught}"
-    worst = {name: max(errors[name] for errors in by_cut.values()) for name in whole}
-    error = max(worst.values(), default=0.0)
-
-    dtype = torch.float64
-    if not error <= tolerance(dtype, max(cuts)):
-        start.restore()
-        unsplit(seen := _LeastPrecise())
-        dtype = seen.dtype
-    allowed = tolerance(dtype, max(cuts))
-    return Report(
-        exact=error <= allowed,
-        error=error,
-        tolerance=allowed,
-        dtype=dtype,
-        parameters=dict(sorted(worst.items(), key=lambda item: -item[1])),
-        cuts={pieces: max(errors.values(), default=0.0) for pieces, errors in by_cut.items()},
+    start.restore()
+    unsplit(seen := _LeastPrecise())
+    return Report.of(
+        by_cut,
+        dtype=str(seen.dtype).removeprefix("torch."),
+        eps=torch.finfo(seen.dtype).eps,
         rows=rows,
         failure=failure,
     )

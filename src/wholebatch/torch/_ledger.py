@@ -1,7 +1,8 @@
 """The book of one batch: what every piece contributed to each term and metric."""
 
 from .._errors import LossError
-from ._loss import Per, Reading, Term
+from .._terms import Per
+from ._loss import Reading, Term
 from ._totals import Column, Totals
 
 

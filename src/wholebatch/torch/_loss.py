@@ -13,7 +13,6 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -21,22 +20,12 @@ from torch import Tensor
 
 from .._errors import CountError, LossError, LossTypeError
 from .._mean import Mean, Sum
+from .._terms import ONLY_TERM, Per, described, named, named_terms, title
 
 LossFunction = Callable[[Any], Any]
 CountFunction = Callable[[Any], Any]
 Number = int | float
 Count = Number | Tensor
-
-ONLY_TERM = "loss"
-"""The name of the term of a loss that is not a mapping."""
-
-
-class Per(Enum):
-    """What a term is divided by."""
-
-    ROWS = "rows"
-    OWN_COUNT = "its own count"
-    NOTHING = "nothing"
 
 
 @dataclass(slots=True)  # not frozen, since one is made per piece and that would take twice as long
@@ -62,17 +51,13 @@ def read(returned: Any, rows: int | None) -> Reading:
     metrics: dict[str, Term] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, given = returned
-        metrics = {name: _metric(name, value, rows) for name, value in _named(given, "metrics").items()}
-    if isinstance(returned, Mapping):
-        terms = {name: _term(f"term {name!r}", value, rows) for name, value in _named(returned, "terms").items()}
-        if not terms:
-            raise LossError("the loss function returned a mapping with no terms")
-    else:
-        terms = {ONLY_TERM: _term("the loss", returned, rows, ", a Mean, a Sum or a mapping of these")}
+        metrics = {name: _metric(name, value, rows) for name, value in named(given, "metrics").items()}
+    instead = ", a Mean or a Sum" if isinstance(returned, Mapping) else ", a Mean, a Sum or a mapping of these"
+    terms = {name: _term(title(name), value, rows, instead) for name, value in named_terms(returned).items()}
     return Reading(terms, metrics)
 
 
-def _term(what: str, value: Any, rows: int | None, instead: str = ", a Mean or a Sum") -> Term:
+def _term(what: str, value: Any, rows: int | None, instead: str = "") -> Term:
     if isinstance(value, Mean):
         total = _scalar(f"the total of {what}", value.total)
         return Term(total, 1, _count(what, value.count, total.device), Per.OWN_COUNT)
@@ -108,7 +93,7 @@ def _as_tensor(value: Any) -> Any:
 def _scalar(what: str, value: Any, instead: str = "") -> Tensor:
     if not isinstance(value, Tensor):
         raise LossTypeError(
-            f"{what} must be a scalar tensor{instead}, got {_described(value)} of type {type(value).__name__}"
+            f"{what} must be a scalar tensor{instead}, got {described(value)} of type {type(value).__name__}"
         )
     if value.dim():
         raise LossError(
@@ -134,7 +119,7 @@ def _count(what: str, count: Any, device: torch.device | None = None) -> Count:
         count = count.item()  # the host knows it; a copy to the device would wait for the device
     if not isinstance(count, numbers.Real):
         raise CountError(
-            f"the count of {what} must be a number or a scalar tensor, got {_described(count)} "
+            f"the count of {what} must be a number or a scalar tensor, got {described(count)} "
             f"of type {type(count).__name__}"
         )
     number = int(count) if isinstance(count, numbers.Integral) else float(count)
@@ -148,16 +133,4 @@ def read_counts(given: Any, what: str = "counts=") -> dict[str, Count]:
     """What the user's `counts=` said of one piece, by term."""
     if not isinstance(given, Mapping):
         given = {ONLY_TERM: given}
-    return {name: _count(f"term {name!r} in {what}", count) for name, count in _named(given, what).items()}
-
-
-def _named(mapping: Mapping[Any, Any], what: str) -> Mapping[str, Any]:
-    for key in mapping:
-        if not isinstance(key, str):
-            raise LossTypeError(f"{what} are named by strings, got the key {key!r} of type {type(key).__name__}")
-    return mapping
-
-
-def _described(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return {name: _count(f"term {name!r} in {what}", count) for name, count in named(given, what).items()}

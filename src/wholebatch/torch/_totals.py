@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._loss import Count, Number, Per, Term
+from .._terms import Per
+from ._loss import Count, Number, Term
 from ._series import Series, numbers_on
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .._errors import CountError, LossError
-from ._loss import Count, Number, Per, Reading, Term
+from .._terms import Per
+from ._loss import Count, Number, Reading, Term
 from ._totals import Totals, is_positive, is_zero, reciprocal
 
 
