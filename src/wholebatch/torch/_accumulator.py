@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -16,6 +16,7 @@ from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._batch import OpenBatch, summed_counts
 from ._cut import Cut, to_device
+from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
 from ._result import Result
@@ -64,6 +65,7 @@ class Accumulator:
         micro_batch_size: int | None = None,
         num_micro_batches: int | None = None,
         accum_dtype: SumDtype = "auto",
+        in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
     ) -> None:
@@ -76,6 +78,7 @@ class Accumulator:
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
         self._model = Model(model)
         self._accum_dtype = accum_dtype
+        self._in_place = in_place
         self._batch_norm = batch_norm
         self._on_nonfinite = on_nonfinite
         self._open: OpenBatch | None = None
@@ -190,7 +193,7 @@ class Accumulator:
                 scaler=scaler,
                 ignored_labels=self._ignored_labels(batch),
             )
-            with statistics.pooled(pooled) as start_piece:
+            with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
                 for piece, rows in pieces:
                     start_piece()
                     self._open.add(loss_fn(to_device(piece, device)), rows)
@@ -239,6 +242,13 @@ class Accumulator:
             statistics.warn(found)
             self._warned = True
         return found
+
+    def _summing_in_place(self, num_pieces: int) -> AbstractContextManager[None]:
+        """One piece has nothing to add to."""
+        assert self._open is not None
+        if self._in_place is False or (self._in_place == "auto" and num_pieces == 1):
+            return nullcontext()
+        return summing_in_place(self._model, self._open.sums, WORTH_IT if self._in_place == "auto" else 0)
 
     def _ignored_labels(self, batch: Any) -> Tensor | None:
         return ignored_labels(batch)

@@ -38,7 +38,7 @@ class OpenBatch:
     def __init__(self, parameters: list[Tensor], surroundings: Snapshot | None = None) -> None:
         self._parameters = parameters
         self._surroundings = surroundings
-        self._sums = GradientSums()
+        self.sums = GradientSums()
 
     def begin(
         self,
@@ -73,7 +73,7 @@ class OpenBatch:
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
-        self._sums.begin(self._parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
+        self.sums.begin(self._parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
@@ -82,15 +82,15 @@ class OpenBatch:
         main, aside = self._weights.passes(reading)
         if not main.values and not aside.values:
             self._ledger.graphless.append(self._ledger.pieces)
-        self._sums.add(main, aside)
+        self.sums.add(main, aside)
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""
         if self._in_a_loop and not (step.scaler is None and self._scale is None):
-            self._sums.scale(self._ratio_of_scales(step.scaler))
+            self.sums.scale(self._ratio_of_scales(step.scaler))
         totals = agree(self._ledger.totals())
-        reduce(self._sums)
-        norm = finalise(self._sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
+        reduce(self.sums)
+        norm = finalise(self.sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
         looking = on_nonfinite != "keep" and step.scaler is None
         verdict = judge(
             totals,
@@ -101,7 +101,7 @@ class OpenBatch:
             look_for_nonfinite=looking,
         )
         if verdict.counted_nothing:
-            self._sums.forget()
+            self.sums.forget()
         elif verdict.doubtful and not verdict.nonfinite and not self._finite():
             verdict = dataclasses.replace(verdict, nonfinite=f"{verdict.doubtful}, and so is its gradient")
         if verdict.nonfinite and on_nonfinite == "raise":
@@ -110,28 +110,28 @@ class OpenBatch:
                 '(on_nonfinite="skip" goes on without a step, "keep" does not look)'
             )
         if step.scaler is not None and step.optimizers and not verdict.counted_nothing:
-            norm = step.unscale_and_clip(self._sums)
+            norm = step.unscale_and_clip(self.sums)
         return Result.of(totals, verdict, self._ledger, norm), verdict
 
     def commit(self) -> None:
         """Leave the gradient in `.grad`."""
-        self._sums.commit()
+        self.sums.commit()
 
     def skip(self) -> None:
         """Contribute nothing: neither gradients nor what a loss that is not finite left in buffers."""
-        self._sums.restore()
+        self.sums.restore()
         if self._surroundings is not None:
             self._surroundings.restore_buffers()
 
     def undo(self) -> None:
         """Bring back everything as it was before the batch."""
-        self._sums.restore()
+        self.sums.restore()
         if self._surroundings is not None:
             self._surroundings.restore()
 
     def _finite(self) -> bool:
         """Whether the gradients are; asked only where a piece gives reason to doubt it, as it costs another read."""
-        given, adopted = self._sums.gradients()
+        given, adopted = self.sums.gradients()
         return bool(read_once([norm_of(given + adopted)])[0].isfinite().all())
 
     def _ratio_of_scales(self, scaler: Any) -> Tensor:

@@ -43,6 +43,8 @@ class GradientSums:
         self._merged = False
         self._given = 0
         self._aside: list[Tensor | None] | None = None
+        self.running = False
+        """Whether a piece's backward is adding to the sums."""
 
     def begin(self, parameters: Iterable[Tensor], dtype: SumDtype | None = None) -> None:
         """Take over `.grad` of the parameters.
@@ -66,14 +68,22 @@ class GradientSums:
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
         self.adopt(main.values + aside.values)
-        if main.values and not aside.values:
-            torch.autograd.backward(main.values, main.seeds)
-        elif main.values:
-            _first_backward_of_two(main)
-        if aside.values:
-            self._swap()
-            torch.autograd.backward(aside.values, aside.seeds)
-            self._swap()
+        self.running = True
+        try:
+            if main.values and not aside.values:
+                torch.autograd.backward(main.values, main.seeds)
+            elif main.values:
+                _first_backward_of_two(main)
+            if aside.values:
+                self._swap()
+                torch.autograd.backward(aside.values, aside.seeds)
+                self._swap()
+        finally:
+            self.running = False
+
+    def owns(self, leaf: Tensor) -> bool:
+        """Whether a leaf's gradient is summed here."""
+        return id(leaf) in self._known
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The sums of the given parameters, and those of the adopted leaves."""
