@@ -38,6 +38,8 @@ class Accumulator:
         num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
             gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
+        in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
+            `.grad`, with the same result up to rounding: "auto" where that is faster, which is for large weights.
         batch_norm: "refuse" to cut a batch that BatchNorm sees in training mode, or accept normalisation by
             "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
@@ -72,6 +74,8 @@ class Accumulator:
         self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
+        if in_place not in (True, False, "auto"):
+            raise OptionError(f'in_place must be True, False or "auto", got {in_place!r}')
         if batch_norm not in ("refuse", "micro"):
             raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
@@ -260,6 +264,7 @@ class Options(TypedDict, total=False):
     micro_batch_size: int | None
     num_micro_batches: int | None
     accum_dtype: SumDtype
+    in_place: InPlace
     batch_norm: Literal["refuse", "micro"]
     on_nonfinite: Literal["raise", "skip", "keep"]
 

@@ -4,29 +4,32 @@
     grad[i] ← grad[i] + g           an embedding: the rows that occurred
 
 Autograd makes a temporary of the weight's size for each piece and takes another pass to add it to `.grad`; with small
-pieces that is most of the time. While a batch is open the layers' `forward` is one whose backward adds instead, and
-tells autograd that there is nothing left to add.
+pieces and large weights that is most of the time. While a batch is open the layers' `forward` is one whose backward
+adds instead, and tells autograd that there is nothing left to add.
 
 It steps aside, to the layer's own forward or to a gradient that autograd adds, wherever it would not do the same:
 other types and dtypes, hooks that want to see the gradient, functional calls, a backward that is not the batch's own.
 """
 
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ._model import Model
-from ._sums import GradientSums
+from ._sums import GradientSums, owner
 
 InPlace = bool | Literal["auto"]
 
-WORTH_IT = 2**15
-"""Entries of a weight from which on a pass over it costs more than a function written in Python."""
+WORTH_IT = 2**20
+"""Entries of a weight from which on a pass over it costs more than a backward written in Python."""
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 @contextmanager
@@ -41,10 +44,13 @@ def summing_in_place(model: Model, sums: GradientSums, least: int) -> Iterator[N
     layers: list[nn.Module] = []
     try:
         for module in _layers(model.modules):
-            kind = _kind(module)
-            if kind is not None and sums.owns(module.weight) and module.weight.numel() >= least:
+            weight = module._parameters.get("weight")
+            if weight is None or weight.numel() < least or owner(weight) is not sums:
+                continue
+            forward = _forward_in_place(module, weight)
+            if forward is not None:
                 layers.append(module)
-                module.__dict__["forward"] = _Forward(kind, module, sums)
+                module.__dict__["forward"] = MethodType(forward, module)
         yield
     finally:
         for module in layers:
@@ -69,51 +75,85 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
 
 
-def _kind(module: Any) -> "type[_Layer] | None":
-    """How the gradient of a layer's weight is summed; None where autograd does it."""
-    forward = type(module).forward
-    if "forward" in module.__dict__ or type(module._parameters.get("weight")) is not nn.Parameter:
+def _forward_in_place(module: Any, weight: Tensor) -> Callable[..., Tensor] | None:
+    """What stands in for the forward of a layer whose weight's gradient can be summed here."""
+    own = type(module).forward
+    if "forward" in module.__dict__ or type(weight) not in _PLAIN or not weight.is_floating_point():
         return None
-    if forward is nn.Linear.forward:
-        return _Linear
-    if forward is nn.Embedding.forward:
-        plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
-        return _Embedding if plain else None
+    if own is nn.Linear.forward:
+        return _linear
+    if own is nn.Embedding.forward:
+        return _embedding if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq else None
     transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and forward is transformers.Conv1D.forward:
-        return _Conv1D
-    return None
+    return _conv1d if transformers is not None and own is transformers.Conv1D.forward else None
 
 
-class _Forward:
-    """Stands in a layer for its `forward` while a batch is open. A copy of the layer gets its own forward back."""
+class Formulas:
+    """The gradients of a kind of layer. `x` is what it was given, `g` the gradient of what it returned."""
 
-    def __init__(self, kind: Any, module: nn.Module, sums: GradientSums) -> None:
-        self._kind, self._module, self._sums = kind, module, sums
-        self._weight = module.weight
+    @staticmethod
+    def of_input(weight: Tensor, g: Tensor) -> Tensor | None:
+        """The gradient of `x`; indices have none."""
+        return None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        module, weight = self._module, self._weight
-        if len(args) == 1 and not kwargs and module.weight is weight and _is_plain(weight, args[0]):
-            return self._kind.apply(args[0], weight, getattr(module, "bias", None), module, self._sums)
-        return type(module).forward(module, *args, **kwargs)
+    @staticmethod
+    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the weight by itself."""
+        raise NotImplementedError
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (type(self._module).forward, self._module)
+    @staticmethod
+    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
+        """The gradient of the weight, added to another."""
+        raise NotImplementedError
 
 
-def _is_plain(weight: Tensor, given: Tensor) -> bool:
-    """Whether autograd would record this call, and nobody else takes part in it."""
-    return (
-        type(given) in (Tensor, nn.Parameter)
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
-        and not torch.is_autocast_enabled(weight.device.type)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
+class _Linear(Formulas):
+    """y = x Wᵀ + b"""
+
+    @staticmethod
+    def of_input(weight: Tensor, g: Tensor) -> Tensor:
+        return g @ weight
+
+    @staticmethod
+    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
+        return _by_row(g).t() @ _by_row(x)
+
+    @staticmethod
+    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
+        sum.addmm_(_by_row(g).t(), _by_row(x))
+
+
+class _Conv1D(Formulas):
+    """y = x W + b"""
+
+    @staticmethod
+    def of_input(weight: Tensor, g: Tensor) -> Tensor:
+        return g @ weight.t()
+
+    @staticmethod
+    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
+        return _by_row(x).t() @ _by_row(g)
+
+    @staticmethod
+    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
+        sum.addmm_(_by_row(x).t(), _by_row(g))
+
+
+class _Embedding(Formulas):
+    """y = W[x]"""
+
+    @staticmethod
+    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        gradient: Tensor = torch.ops.aten.embedding_dense_backward(g, x, module.num_embeddings, padding, False)
+        return gradient
+
+    @staticmethod
+    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
+        rows, indices = _by_row(g), x.reshape(-1)
+        if module.padding_idx is not None:
+            rows = rows.masked_fill((indices == module.padding_idx).unsqueeze(1), 0)
+        sum.index_add_(0, indices, rows)
 
 
 class _Layer(torch.autograd.Function):
@@ -121,105 +161,66 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, module: Any, sums: GradientSums
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: Any, formulas: type[Formulas]
     ) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.module, ctx.sums = module, sums
-        output: Tensor = type(module).forward(module, given)
-        return output
+        ctx.save_for_backward(x, weight)
+        ctx.module, ctx.formulas = module, formulas
+        y: Tensor = type(module).forward(module, x)
+        return y
 
-    @classmethod
-    def gradients(cls, ctx: Any, of_output: Tensor, of_input: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Those of the function's arguments; the weight's is None where it has been added."""
-        given, weight = ctx.saved_tensors
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors  # asked for once: a checkpoint computes them for it
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_weight = None
-        if not _may_add(ctx, weight, of_output):
-            of_weight = cls.of_weight(ctx.module, given, of_output, weight)
-        elif weight.grad is None:
-            weight.grad = cls.of_weight(ctx.module, given, of_output, weight)
-        else:
-            cls.add(ctx.module, weight.grad, given, of_output)
-        of_bias = of_output.reshape(-1, of_output.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, of_weight, of_bias, None, None
-
-    @staticmethod
-    def of_weight(module: Any, given: Tensor, of_output: Tensor, weight: Tensor) -> Tensor:
-        """The gradient by itself."""
-        raise NotImplementedError
-
-    @staticmethod
-    def add(module: Any, gradient: Tensor, given: Tensor, of_output: Tensor) -> None:
-        """The gradient, added to another."""
-        raise NotImplementedError
+        if wants_weight and not _may_add(ctx, weight, g):
+            of_weight = ctx.formulas.of_weight(ctx.module, x, g)
+        elif wants_weight and weight.grad is None:
+            weight.grad = ctx.formulas.of_weight(ctx.module, x, g)
+        elif wants_weight:
+            ctx.formulas.add(ctx.module, weight.grad, x, g)
+        of_x = ctx.formulas.of_input(weight, g) if wants_x else None
+        return of_x, of_weight, _by_row(g).sum(0) if wants_bias else None, None, None
 
 
-class _Linear(_Layer):
-    """y = x Wᵀ + b"""
+def _standing_in(formulas: type[Formulas]) -> Callable[..., Tensor]:
+    """One function for all layers of a kind and all batches: compilers guard on it, and pickle goes by its name."""
 
-    @staticmethod
-    def backward(ctx: Any, of_output: Tensor) -> Any:
-        of_input = of_output @ ctx.saved_tensors[1] if ctx.needs_input_grad[0] else None
-        return _Linear.gradients(ctx, of_output, of_input)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # a compiler sees no more than the layer's own forward
+        if not torch.compiler.is_compiling() and len(args) == 1 and not kwargs and _takes_part(module.weight, args[0]):
+            bias = getattr(module, "bias", None)
+            return _Layer.apply(args[0], module.weight, bias, module, formulas)  # type: ignore[no-any-return, no-untyped-call]
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def of_weight(module: Any, given: Tensor, of_output: Tensor, weight: Tensor) -> Tensor:
-        return _by_row(of_output).t() @ _by_row(given)
-
-    @staticmethod
-    def add(module: Any, gradient: Tensor, given: Tensor, of_output: Tensor) -> None:
-        gradient.addmm_(_by_row(of_output).t(), _by_row(given))
+    return forward
 
 
-class _Conv1D(_Layer):
-    """y = x W + b"""
-
-    @staticmethod
-    def backward(ctx: Any, of_output: Tensor) -> Any:
-        of_input = of_output @ ctx.saved_tensors[1].t() if ctx.needs_input_grad[0] else None
-        return _Conv1D.gradients(ctx, of_output, of_input)
-
-    @staticmethod
-    def of_weight(module: Any, given: Tensor, of_output: Tensor, weight: Tensor) -> Tensor:
-        return _by_row(given).t() @ _by_row(of_output)
-
-    @staticmethod
-    def add(module: Any, gradient: Tensor, given: Tensor, of_output: Tensor) -> None:
-        gradient.addmm_(_by_row(given).t(), _by_row(of_output))
+_linear, _conv1d, _embedding = _standing_in(_Linear), _standing_in(_Conv1D), _standing_in(_Embedding)
 
 
-class _Embedding(_Layer):
-    """y = W[i]"""
-
-    @staticmethod
-    def backward(ctx: Any, of_output: Tensor) -> Any:
-        return _Embedding.gradients(ctx, of_output, None)
-
-    @staticmethod
-    def of_weight(module: Any, given: Tensor, of_output: Tensor, weight: Tensor) -> Tensor:
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        gradient: Tensor = torch.ops.aten.embedding_dense_backward(of_output, given, len(weight), padding, False)
-        return gradient
-
-    @staticmethod
-    def add(module: Any, gradient: Tensor, given: Tensor, of_output: Tensor) -> None:
-        rows, indices = _by_row(of_output), given.reshape(-1)
-        if module.padding_idx is not None:
-            rows = rows.masked_fill((indices == module.padding_idx).unsqueeze(1), 0)
-        gradient.index_add_(0, indices, rows)
+def _takes_part(weight: Any, given: Any) -> bool:
+    """Whether autograd would record this call for an open batch, and nobody else has a hand in it."""
+    return (
+        type(given) in _PLAIN
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and owner(weight) is not None
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and not torch.is_autocast_enabled(weight.device.type)
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
-def _by_row(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _may_add(ctx: Any, weight: Tensor, of_output: Tensor) -> bool:
+def _may_add(ctx: Any, weight: Tensor, g: Tensor) -> bool:
     """Whether this backward is one that autograd would add to `.grad` in, and with what it would add."""
-    gradient = weight.grad
+    sums, gradient = owner(weight), weight.grad
     if gradient is None:
-        fits = weight.grad_dtype == of_output.dtype
+        fits = weight.grad_dtype == g.dtype
     else:
-        fits = gradient.dtype == of_output.dtype and gradient.layout == torch.strided
-    return ctx.needs_input_grad[1] and fits and ctx.sums.running and _accumulates(ctx.next_functions[1][0])
+        fits = gradient.dtype == g.dtype and gradient.layout == torch.strided
+    return fits and sums is not None and sums.adding_on(g.device) and _accumulates(ctx.next_functions[1][0])
 
 
 def _accumulates(leaf: Any) -> bool:
@@ -228,3 +229,7 @@ def _accumulates(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # the leaf is what that call asks for
         return False
+
+
+def _by_row(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

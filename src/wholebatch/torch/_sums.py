@@ -26,6 +26,11 @@ _claims: WeakValueDictionary[int, "GradientSums"] = WeakValueDictionary()
 """Whose `.grad` it is, by the leaf's id: two batches that are open at once would each take the other's sums."""
 
 
+def owner(leaf: Tensor) -> "GradientSums | None":
+    """The open sums that a leaf's `.grad` belongs to."""
+    return _claims.get(id(leaf))
+
+
 class GradientSums:
     """The sums of one batch. `.grad` of every leaf belongs to them from `begin` to `commit` or `restore`.
 
@@ -43,8 +48,8 @@ class GradientSums:
         self._merged = False
         self._given = 0
         self._aside: list[Tensor | None] | None = None
-        self.running = False
-        """Whether a piece's backward is adding to the sums."""
+        self._adding = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, parameters: Iterable[Tensor], dtype: SumDtype | None = None) -> None:
         """Take over `.grad` of the parameters.
@@ -58,6 +63,11 @@ class GradientSums:
             if parameter.requires_grad:
                 self._own(parameter)
         self._given = len(self._leaves)
+        self._streams = {
+            device: torch.cuda.current_stream(device)
+            for device in {leaf.device for leaf in self._leaves}
+            if device.type == "cuda"
+        }
 
     def adopt(self, roots: Iterable[Tensor]) -> None:
         """Own the leaves that a backward from `roots` would reach besides the given parameters."""
@@ -68,7 +78,7 @@ class GradientSums:
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
         self.adopt(main.values + aside.values)
-        self.running = True
+        self._adding = True
         try:
             if main.values and not aside.values:
                 torch.autograd.backward(main.values, main.seeds)
@@ -79,11 +89,11 @@ class GradientSums:
                 torch.autograd.backward(aside.values, aside.seeds)
                 self._swap()
         finally:
-            self.running = False
+            self._adding = False
 
-    def owns(self, leaf: Tensor) -> bool:
-        """Whether a leaf's gradient is summed here."""
-        return id(leaf) in self._known
+    def adding_on(self, device: torch.device) -> bool:
+        """Whether a piece's backward is adding to the sums, in the order of the stream that they began on."""
+        return self._adding and (device.type != "cuda" or torch.cuda.current_stream(device) == self._streams[device])
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The sums of the given parameters, and those of the adopted leaves."""
