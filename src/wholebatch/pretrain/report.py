@@ -1,0 +1,5 @@
+from .folder import Folder
+
+
+def write_report(folder: Folder) -> None:
+    folder.report.write_text("later")
