@@ -6,6 +6,7 @@ Nothing in them is executed when they are loaded.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from .backend import State
@@ -106,7 +108,14 @@ def _step(path: Path) -> int:
 
 
 def _writer(arrays: Weights) -> Callable[[Path], None]:
-    return lambda beside: save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, beside)
+    def write(beside: Path) -> None:
+        try:
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, beside)
+        except SafetensorError as error:  # the system's error is only in its text
+            found = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) if found else error
+
+    return write
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -1,0 +1,183 @@
+"""The run in JAX: one compiled program per step, with the gradient from `wholebatch.jax.value_and_grad`."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import optax
+from flax import nnx
+from jax import Array
+from jax import numpy as jnp
+
+from .. import Mean, NonFiniteError
+from .._plan import balanced
+from .._report import Report
+from ..jax import check, value_and_grad
+from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, sizes_of_curve
+from .nnx_model import GPT, from_shared, to_shared
+from .ranks import Ranks
+from .sampling import Rows
+from .settings import Settings
+from .weights import initial, is_decayed
+
+LARGEST_SCALE, STEPS_TO_GROW = 2.0**15, 2000
+"""Of the loss in half precision: halved when gradients overflow, doubled after so many steps without."""
+
+
+class JaxBackend:
+    """A GPT with AdamW, on all devices that JAX sees.
+
+    Args:
+        settings: of the run.
+        vocabulary: how many tokens there are.
+        ranks: one process.
+    """
+
+    def __init__(self, settings: Settings, vocabulary: int, ranks: Ranks) -> None:
+        self._settings, self._vocabulary = settings, vocabulary
+        self.device = jax.devices()[0].device_kind
+        self._half = settings.precision == "fp16"
+        with self._precisely():
+            self._loss_fn, self._logits, like = functions(settings, vocabulary)
+            self._params = from_shared(initial(settings, vocabulary), like)
+            decayed = jax.tree.map(lambda array: is_decayed("", array), self._params)
+            self._optimizer = optax.chain(
+                optax.scale_by_adam(*BETAS, EPS), optax.add_decayed_weights(DECAY, mask=decayed)
+            )
+            self._moments = self._optimizer.init(self._params)
+            self._scale = (jnp.asarray(LARGEST_SCALE if self._half else 1.0), jnp.asarray(0))
+        self._peak: int | None = None
+        self.use(settings.micro_batch_size or 1)
+
+    def use(self, micro_batch_size: int) -> None:
+        self._micro_batch_size = micro_batch_size
+        self._step: Callable[..., Any] | None = None
+
+    def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
+        with self._precisely():
+            key = jax.random.fold_in(jax.random.key(self._settings.seed), step)
+            args = self._params, self._moments, self._scale, _rows(rows), key, jnp.asarray(learning_rate)
+            if self._step is None:
+                self._step = jax.jit(self._one_step, donate_argnums=(0, 1)).lower(*args).compile()
+                used = self._step.memory_analysis()
+                sizes = used.argument_size_in_bytes, used.output_size_in_bytes, used.temp_size_in_bytes
+                self._peak = sum(sizes) - used.alias_size_in_bytes
+            self._params, self._moments, self._scale, loss, norm = self._step(*args)
+        stepped = math.isfinite(norm)
+        if not math.isfinite(loss) or not (stepped or self._half):
+            raise NonFiniteError(f"step {step}: the loss is {float(loss):g} and the gradient norm {float(norm):g}")
+        return Stepped(float(loss), float(norm), stepped)
+
+    def evaluate(self, rows: Rows) -> float:
+        with self._precisely():
+            pieces = np.split(rows, np.cumsum(balanced(len(rows), micro_batch_size=self._micro_batch_size))[:-1])
+            losses = [self._loss_fn(self._params, _rows(piece), None) for piece in pieces]
+            return float(sum(loss.total for loss in losses) / sum(loss.count for loss in losses))
+
+    def logits(self, tokens: Rows) -> npt.NDArray[np.floating]:
+        with self._precisely():
+            return np.asarray(self._logits(self._params, _rows(tokens))[0], np.float64)
+
+    def check(self, rows: Rows) -> Report:
+        with jax.enable_x64(True):
+            wide = dataclasses.replace(self._settings, precision="fp64")
+            loss_fn, _, like = functions(wide, self._vocabulary)
+            params = from_shared(to_shared(self._params), like)
+            return check(lambda params, rows: loss_fn(params, rows, None), params, _rows(rows))
+
+    def plan(self, rows: Rows, memory: int) -> Planned:
+        raise NotImplementedError
+
+    def peak_memory(self) -> int | None:
+        return self._peak
+
+    def state(self) -> State:
+        adam = self._moments[0]
+        first, second = to_shared(adam.mu), to_shared(adam.nu)
+        moments = {f"first.{name}": array for name, array in first.items()}
+        moments |= {f"second.{name}": array for name, array in second.items()}
+        scale, good = self._scale
+        scalars = {"steps_taken": int(adam.count), "scale": float(scale), "steps_since_overflow": int(good)}
+        return State(to_shared(self._params), moments, scalars)
+
+    def load(self, state: State) -> None:
+        with self._precisely():
+            self._params = from_shared(state.weights, self._params)
+            adam, *rest = self._moments
+            first, second = (
+                from_shared(
+                    {name.removeprefix(kind): array for name, array in state.moments.items() if name.startswith(kind)},
+                    like,
+                )
+                for kind, like in (("first.", adam.mu), ("second.", adam.nu))
+            )
+            count = jnp.asarray(state.scalars["steps_taken"], adam.count.dtype)
+            self._moments = (adam._replace(count=count, mu=first, nu=second), *rest)
+            scale, good = self._scale
+            self._scale = (
+                jnp.asarray(state.scalars["scale"], scale.dtype),
+                jnp.asarray(state.scalars["steps_since_overflow"], good.dtype),
+            )
+
+    def _one_step(
+        self, params: Any, moments: Any, scale: tuple[Array, Array], rows: Array, key: Array, rate: Array
+    ) -> tuple[Any, Any, tuple[Array, Array], Array, Array]:
+        factor, good = scale
+
+        def scaled(params: Any, rows: Array, key: Array) -> Mean:
+            return factor * self._loss_fn(params, rows, key)
+
+        whole = value_and_grad(scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,))
+        loss, gradients = whole(params, rows, key)
+        norm = optax.global_norm(gradients) / factor
+        clip = jnp.minimum(1.0, self._settings.max_norm / (norm + 1e-6)) / factor  # as PyTorch clips
+        updates, new_moments = self._optimizer.update(
+            jax.tree.map(lambda gradient: gradient * clip, gradients), moments, params
+        )
+        new_params = jax.tree.map(lambda param, update: param - rate * update, params, updates)
+        if self._half:
+            went_well = jnp.isfinite(norm)
+            new_params, new_moments = jax.tree.map(
+                partial(jnp.where, went_well), (new_params, new_moments), (params, moments)
+            )
+            grown = jnp.where(good + 1 >= STEPS_TO_GROW, 2 * factor, factor)
+            scale = (
+                jnp.where(went_well, grown, factor / 2),
+                jnp.where(went_well & (good + 1 < STEPS_TO_GROW), good + 1, 0),
+            )
+        return new_params, new_moments, scale, loss / factor, norm
+
+    def _precisely(self) -> AbstractContextManager[None]:
+        """In float64 only where that was asked for."""
+        return jax.enable_x64(True) if self._settings.precision == "fp64" else nullcontext()
+
+
+make = JaxBackend
+
+
+def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean], Callable[..., Array], Any]:
+    """The loss and the scores as functions of the parameters, and a tree like these."""
+    graphdef, like, rest = nnx.split(GPT(settings, vocabulary), nnx.Param, ...)
+
+    @jax.jit
+    def logits(params: Any, ids: Array, key: Array | None = None) -> Array:
+        model = nnx.merge(graphdef, params, rest)
+        scores = model(ids, None if key is None else nnx.Rngs(dropout=key))
+        return scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+
+    @jax.jit
+    def loss_fn(params: Any, rows: Array, key: Array | None) -> Mean:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, rows[:, :-1], key), rows[:, 1:])
+        return Mean.of(losses)
+
+    return loss_fn, logits, like
+
+
+def _rows(rows: Rows) -> Array:
+    return jnp.asarray(rows, jnp.int32)
