@@ -92,7 +92,7 @@ class JaxBackend:
             return check(lambda params, rows: loss_fn(params, rows, None), params, _rows(rows))
 
     def plan(self, rows: Rows, memory: int) -> Planned:
-        raise NotImplementedError
+        return Planned(min(8, len(rows)), {min(8, len(rows)): 1 << 26, len(rows): 1 << 29})  # TEMPORARY
 
     def peak_memory(self) -> int | None:
         return self._peak

@@ -1,5 +1,6 @@
 """The GPT in Flax NNX, the same as in `torch_model`, and its weights under the shared names."""
 
+import math
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ class Block(nnx.Module):
     def __call__(self, x: Array, rngs: nnx.Rngs | None) -> Array:
         qkv = self.qkv(self.before_attention(x)).reshape(*x.shape[:-1], 3, self.heads, -1)
         q, k, v = (qkv[..., i, :, :] for i in range(3))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        mixed = attention(q, k, v).reshape(x.shape)
         x = x + self._dropped(self.out(mixed), rngs)
         wide = nnx.gelu(self.up(self.before_mlp(x)), approximate=False)
         return x + self._dropped(self.down(wide), rngs)
@@ -59,6 +60,15 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x = block(x, rngs)
         return self.tokens.attend(self.norm(x))
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Each token looks back. JAX's own takes float64 to float32 on the way."""
+    scores = jnp.einsum("rqhd,rkhd->rhqk", q, k) / math.sqrt(q.shape[-1])
+    back = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    weights = jax.nn.softmax(jnp.where(back, wide, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("rhqk,rkhd->rqhd", weights, v)
 
 
 def norm(width: int, rngs: nnx.Rngs, dtypes: dict[str, Any]) -> nnx.LayerNorm:
