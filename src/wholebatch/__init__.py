@@ -7,12 +7,14 @@ framework; `wholebatch.torch` and `wholebatch.jax` are the front ends.
 from ._errors import (
     BatchError,
     BatchNormError,
+    BudgetError,
     CountError,
     LossError,
     LossTypeError,
     NonFiniteError,
     OptionError,
     OptionTypeError,
+    PlanError,
     WholeBatchError,
 )
 from ._mean import Mean, Sum
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "BatchNormError",
+    "BudgetError",
     "CountError",
     "LossError",
     "LossTypeError",
@@ -29,6 +32,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "OptionTypeError",
+    "PlanError",
     "Sum",
     "WholeBatchError",
     "__version__",

@@ -38,3 +38,20 @@ class BatchNormError(WholeBatchError, ValueError):
 
 class NonFiniteError(WholeBatchError, ArithmeticError):
     """A loss, a count or the gradient norm is infinite or not a number."""
+
+
+class BudgetError(WholeBatchError, ValueError):
+    """Not even one row at a time fits the memory.
+
+    Args:
+        message: what is said.
+        needed: the bytes that a step with one row at a time takes.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class PlanError(WholeBatchError):
+    """A step cannot be followed without running it."""

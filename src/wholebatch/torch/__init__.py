@@ -7,11 +7,13 @@
 >>> loss = backward(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y), micro_batch_size=16).loss
 """
 
+from .._budget import Plan
 from .._report import Report
 from . import _pytree
 from ._accumulator import Accumulator, backward
 from ._check import check
 from ._evaluate import evaluate
+from ._plan import plan
 from ._rates import scale_lr
 from ._result import Result
 from ._tokens import token_mean
@@ -21,12 +23,14 @@ from ._window import Window, windows
 __all__ = [
     "Accumulator",
     "History",
+    "Plan",
     "Report",
     "Result",
     "Window",
     "backward",
     "check",
     "evaluate",
+    "plan",
     "scale_lr",
     "token_mean",
     "train",
