@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._errors import OptionError
+from .._plan import balanced
 from .._report import Report
 from .errors import BackendMissing
 from .ranks import Ranks
@@ -117,4 +118,5 @@ def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
 def sizes_of_curve(batch_size: int, micro_batch_size: int) -> list[int]:
     """The micro-batch sizes to predict memory for: powers of two, the one in use, and the whole batch."""
     powers = [1 << i for i in range(batch_size.bit_length()) if 1 << i < batch_size]
-    return sorted({*powers, micro_batch_size, batch_size})
+    in_use = balanced(batch_size, micro_batch_size=micro_batch_size)[0]
+    return sorted({*powers, in_use, batch_size})

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .memory import readable
+from .._budget import in_units
 from .metrics import Record
 from .summary import clock
 
@@ -171,7 +171,7 @@ def figures(record: Record) -> list[str]:
         f"gradient norm {_number(norm, '.2f')}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"{record['micro_batch_size']} rows at a time",
-        *([f"peak {readable(peak)}"] if peak is not None else []),
+        *([f"peak {in_units(peak)}"] if peak is not None else []),
     ]
 
 

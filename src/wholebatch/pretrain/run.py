@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .._plan import balanced
 from . import loop, tokenizer
 from .backend import Backend, load
 from .checkpoints import Checkpoint
@@ -160,6 +161,8 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         if ranks.first
         else None
     )
+    size = settings.micro_batch_size or planned.micro_batch_size
+    size = balanced(len(share), micro_batch_size=size)[0]
     frameworks = {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[settings.backend]
     return {
         "settings": settings.as_dict(),
@@ -171,8 +174,8 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         "parameters": sum(int(np.prod(shape)) for shape in shapes(settings, corpus.tokenizer.size).values()),
         "ranks": ranks.size,
         "device": backend.device,
-        "micro_batch_size": settings.micro_batch_size or planned.micro_batch_size,
-        "memory_by_rows": {str(rows): size for rows, size in planned.curve.items()},
+        "micro_batch_size": size,
+        "memory_by_rows": {str(rows): peak for rows, peak in planned.curve.items()},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in frameworks}},
     }
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from .._budget import bytes_of, in_units
 from .._errors import OptionError
-from .memory import bytes_of, readable
 
 BACKENDS = ("torch", "jax")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -104,7 +104,7 @@ class Settings:
         values["data"] = tuple(values.get("data") or ())
         if values.get("micro_batch_size") == "auto":
             values["micro_batch_size"] = None
-        values["memory"] = bytes_of("--memory", values["memory"])
+        values["memory"] = bytes_of(values["memory"])
         tokens = values.pop("tokens", None)
         if tokens is not None:
             if "steps" in given:
@@ -170,7 +170,7 @@ def option(name: str) -> str:
 def shown(name: str, value: Any) -> str:
     """A setting as people write it."""
     if name == "memory" and isinstance(value, int):
-        return readable(value)
+        return in_units(value)
     if name == "micro_batch_size" and value is None:
         return "auto"
     return str(value)

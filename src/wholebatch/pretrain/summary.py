@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from .._budget import in_units
 from .folder import Folder
-from .memory import readable
 from .metrics import read
 
 Facts = dict[str, Any]
@@ -30,8 +30,8 @@ def beginning(facts: Facts, done: int) -> list[tuple[str, str]]:
         lines.append(
             (
                 "memory",
-                f"{size} rows are predicted to need {readable(needed)}, where {readable(settings['memory'])} are "
-                f"allowed; all {rows} would need {readable(_whole(facts))}",
+                f"{size} rows are predicted to need {in_units(needed)}, where {in_units(settings['memory'])} are "
+                f"allowed; all {rows} would need {in_units(_whole(facts))}",
             )
         )
     if done:
@@ -65,12 +65,12 @@ def ending(summary: Facts, folder: Folder) -> list[tuple[str, str]]:
     exactness = summary["exactness"]
     verdict = "the gradient of the unsplit batch" if exactness["exact"] else "NOT the gradient of the unsplit batch"
     peak, whole = summary["peak_memory"], summary["whole_batch_memory"]
-    memory = "not known on this system" if peak is None else f"{readable(peak)} at the peak"
+    memory = "not known on this system" if peak is None else f"{in_units(peak)} at the peak"
     return [
         ("done", f"{summary['step']} steps, {summary['tokens']:,} tokens in {clock(summary['seconds'])}"
          f" ({summary['tokens_per_second']:,.0f} tokens/s)"),
         ("batch", f"{settings['batch_size']} rows, {size} in memory at a time{_ranks(summary)}"),
-        ("memory", memory + f"; the whole batch would have needed {readable(whole)}"),
+        ("memory", memory + f"; the whole batch would have needed {in_units(whole)}"),
         ("exactness", f"{verdict}, within {exactness['error']:.0e} of its largest entry ({exactness['dtype']})"),
         ("loss", f"{summary['loss_before']:.3f} before, {summary['loss_after']:.3f} after, on text that was held out"),
         ("checkpoint", str(folder.path / summary["checkpoint"])),

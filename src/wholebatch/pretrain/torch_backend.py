@@ -10,16 +10,19 @@ from torch import Tensor, nn
 
 from .. import Mean
 from .._report import Report
-from ..torch import Accumulator, check, evaluate, token_mean
+from ..torch import Accumulator, check, evaluate, plan, token_mean
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, sizes_of_curve
-from .memory import Resident
 from .ranks import Ranks
 from .sampling import DROPOUT, Rows, random_of
 from .settings import Settings
+from .torch_memory import Peak
 from .torch_model import GPT
 from .weights import initial, is_decayed
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+STEPS_TO_WATCH = 2
+"""For their memory: the second has the optimizer's moments, and the others are like it."""
 
 
 class TorchBackend:
@@ -34,7 +37,6 @@ class TorchBackend:
     def __init__(self, settings: Settings, vocabulary: int, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
         self.device = f"cuda:{ranks.local_rank}" if torch.cuda.is_available() else "cpu"
-        self._resident = Resident()
         dtype = torch.float64 if settings.precision == "fp64" else torch.float32
         self._model = GPT(settings, vocabulary).to(self.device, dtype)
         self._named = dict(self._model.named_parameters())
@@ -45,6 +47,7 @@ class TorchBackend:
         self._optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
         self._scaler = torch.amp.GradScaler(self._model.norm.weight.device.type) if settings.precision == "fp16" else None
         self._trained = self._model if ranks.size == 1 else nn.parallel.DistributedDataParallel(self._model)
+        self._peak, self._steps = Peak(), 0
         self.use(settings.micro_batch_size or 1)
 
     def use(self, micro_batch_size: int) -> None:
@@ -58,13 +61,15 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         share = np.array_split(rows, self._ranks.size)[self._ranks.rank]
-        result = self._accumulator.step(
-            self._loss_fn(self._trained),
-            torch.from_numpy(share),
-            self._optimizer,
-            max_norm=self._settings.max_norm,
-            scaler=self._scaler,
-        )
+        self._steps += 1
+        with self._peak.watching(self._held()) if self._steps <= STEPS_TO_WATCH else nullcontext():
+            result = self._accumulator.step(
+                self._loss_fn(self._trained),
+                torch.from_numpy(share),
+                self._optimizer,
+                max_norm=self._settings.max_norm,
+                scaler=self._scaler,
+            )
         assert result.grad_norm is not None
         return Stepped(result.loss.item(), result.grad_norm.item(), result.stepped)
 
@@ -86,19 +91,19 @@ class TorchBackend:
         return report
 
     def plan(self, rows: Rows, memory: int) -> Planned:
-        try:
-            from ..torch import plan
-        except ImportError:  # TEMPORARY, until plan is merged
-            return Planned(min(8, len(rows)), {min(8, len(rows)): 1 << 26, len(rows): 1 << 29})
-
         whole = plan(
             self._model, self._loss_fn(self._model), torch.from_numpy(rows), memory=memory, optimizer=self._optimizer
         )
-        sizes = sizes_of_curve(len(rows), whole.micro_batch_size)
+        sizes = sizes_of_curve(len(rows), self._settings.micro_batch_size or whole.micro_batch_size)
         return Planned(whole.micro_batch_size, {size: whole.peak(size) for size in sizes})
 
     def peak_memory(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._resident.peak()
+        return self._peak.bytes
+
+    def _held(self) -> int:
+        """Bytes of the weights and of the optimizer's moments."""
+        moments = [moment for kept in self._optimizer.state.values() for moment in (kept["exp_avg"], kept["exp_avg_sq"])]
+        return sum(tensor.nbytes for tensor in (*self._named.values(), *moments))
 
     def state(self) -> State:
         weights = {name: _array(parameter) for name, parameter in self._named.items()}
