@@ -1,6 +1,6 @@
 """Learning rates for another batch size.
 
-    linear: B / B0      sqrt: √(B / B0)      none: 1
+linear: B / B0      sqrt: √(B / B0)      none: 1
 """
 
 import math

@@ -3,8 +3,23 @@
 import json
 from pathlib import Path
 
-TINY = "--tokenizer bytes --width 8 --layers 1 --heads 2 --seq-len 8 --batch-size 5 --micro-batch-size 2".split()
-STEPS = "--steps 6 --checkpoint-every 2 --validate-every 3".split()
+TINY = [
+    "--tokenizer",
+    "bytes",
+    "--width",
+    "8",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--seq-len",
+    "8",
+    "--batch-size",
+    "5",
+    "--micro-batch-size",
+    "2",
+]
+STEPS = ["--steps", "6", "--checkpoint-every", "2", "--validate-every", "3"]
 
 
 def write_text(path: Path) -> Path:

@@ -16,7 +16,10 @@ Without options: two minutes on the source of Python's standard library, into ru
 
 
 @click.command(
-    "train", cls=Command, help=HELP, example="wholebatch train --data books/ --batch-size 256 --memory 2GiB --out runs/books"
+    "train",
+    cls=Command,
+    help=HELP,
+    example="wholebatch train --data books/ --batch-size 256 --memory 2GiB --out runs/books",
 )
 @click.option("--data", multiple=True, metavar="PATH", help="Files or folders of text; may be repeated.")
 @click.option("--field", metavar="NAME", help="Read them as JSON lines, and take this field of each.")
@@ -52,6 +55,7 @@ Without options: two minutes on the source of Python's standard library, into ru
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     out: Path,
     cache: Path | None,
     resume: bool,

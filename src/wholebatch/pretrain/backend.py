@@ -1,7 +1,7 @@
 """What the loop asks of a framework; each has one module for the model and one for this."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,6 +59,9 @@ class Backend(Protocol):
     def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
         """One optimizer step with the gradient of all rows."""
 
+    def plain_step(self, pieces: Sequence[Rows], step: int, learning_rate: float) -> None:
+        """The textbook's step, to compare with: the mean of the pieces' mean losses. One piece is the unsplit batch."""
+
     def evaluate(self, rows: Rows) -> float:
         """The mean loss per token, without dropout."""
 
@@ -103,8 +106,7 @@ def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
         importlib.import_module("torch" if settings.backend == "torch" else "flax")
     except ImportError as error:
         raise BackendMissing(
-            f"the {settings.backend} backend is not installed: "
-            f'pip install "wholebatch[{settings.backend},cli]"'
+            f'the {settings.backend} backend is not installed: pip install "wholebatch[{settings.backend},cli]"'
         ) from error
     module = importlib.import_module(f".{settings.backend}_backend", __package__)
     if settings.micro_batch_size is not None and settings.micro_batch_size > settings.batch_size:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 Point = tuple[float, float]
 
@@ -19,12 +20,12 @@ class Line:
     Args:
         name: what it shows.
         points: in order of x.
-        dots: whether single points are seen, because there are few.
+        mark: how single points are seen: as a "dot" or a "ring", or only under the pointer.
     """
 
     name: str
     points: Sequence[Point]
-    dots: bool = False
+    mark: Literal["dot", "ring", "touch"] = "touch"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ class Chart:
         for point in line.points[::every]:
             x, y = place(point)
             told = escape(f"{self.x} {point[0]:,.0f}: {line.name} {self.label(point[1])}")
-            shown = "dot" if line.dots else "touch"
-            drawn.append(f'<circle class="{shown} s{number}" cx="{x:.1f}" cy="{y:.1f}"><title>{told}</title></circle>')
+            drawn.append(
+                f'<circle class="{line.mark} s{number}" cx="{x:.1f}" cy="{y:.1f}"><title>{told}</title></circle>'
+            )
         return drawn
 
     def _mark_y(self, y: float, text: str) -> str:

@@ -113,7 +113,9 @@ def _writer(arrays: Weights) -> Callable[[Path], None]:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, beside)
         except SafetensorError as error:  # the system's error is only in its text
             found = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) if found else error
+            if not found:
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
     return write
 

@@ -1,6 +1,6 @@
 """Text as one long row of tokens, in a memory-mapped file that is named after its content.
 
-    tokens = [ ... to train on ... | held out ]
+tokens = [ ... to train on ... | held out ]
 """
 
 import hashlib
@@ -80,10 +80,11 @@ def _tokenizer(settings: Settings, text: Text, digest: str, cache: Path) -> Toke
 def _tokens(tokenizer: Tokenizer, text: Text, digest: str, cache: Path) -> Tokens:
     kept = cache / f"tokens-{_key(digest, tokenizers.digest(tokenizer))}.npy"
     try:
-        return np.load(kept, mmap_mode="r")
+        tokens: Tokens = np.load(kept, mmap_mode="r")
     except (OSError, ValueError):  # not there, or cut off
         write_file(kept, lambda beside: _write(beside, tokenizer, text))
-    return np.load(kept, mmap_mode="r")
+        tokens = np.load(kept, mmap_mode="r")
+    return tokens
 
 
 def _write(path: Path, tokenizer: Tokenizer, text: Text) -> None:
@@ -109,8 +110,8 @@ def _divided(tokens: Tokens, seq_len: int) -> tuple[Tokens, Tokens]:
     least = seq_len + 1
     if len(tokens) < 2 * least:
         raise DataError(
-            f"the text has {len(tokens):,} tokens, and {2 * least:,} are needed for one sequence of {seq_len} to train on "
-            "and one to validate with: give more text, or a smaller --seq-len"
+            f"the text has {len(tokens):,} tokens, and {2 * least:,} are needed for one sequence of {seq_len} to train "
+            "on and one to validate with: give more text, or a smaller --seq-len"
         )
     held_out = max(least, int(HELD_OUT * len(tokens)))
     return tokens[:-held_out], tokens[-held_out:]

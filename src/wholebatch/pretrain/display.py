@@ -93,7 +93,6 @@ class Picture(Screen):
         self._pace: Pace | None = None
         self._shown = 0.0
         self._validation: float | None = None
-        self._last: Record | None = None
 
     def say(self, lines: Lines) -> None:
         table = Table.grid(padding=(0, 2))
@@ -114,9 +113,9 @@ class Picture(Screen):
         self._live.start()
 
     def step(self, record: Record) -> None:
-        assert self._pace is not None and self._live is not None
+        assert self._pace is not None
+        assert self._live is not None
         self._validation = record.get("validation_loss", self._validation)
-        self._last = record
         left = self._pace.left(record)
         if time.monotonic() - self._shown >= OFTEN or record["step"] == self._pace.steps:
             self._shown = time.monotonic()

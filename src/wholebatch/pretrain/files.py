@@ -81,15 +81,15 @@ def damaged(folder: Path, names: Any) -> str | None:
         lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return CHECKSUMS
-    written = dict(reversed(line.split("  ", 1)) for line in lines if "  " in line)
+    written = {name: expected for expected, _, name in (line.partition("  ") for line in lines)}
     if not {*names} <= {*written}:
         return CHECKSUMS
     for name, expected in written.items():
         try:
             if checksum(folder / name) != expected:
-                return str(name)
+                return name
         except OSError:
-            return str(name)
+            return name
     return None
 
 

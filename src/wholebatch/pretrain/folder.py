@@ -82,6 +82,10 @@ class Folder:
         found: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
         return found
 
+    def read_comparison(self) -> dict[str, Any]:
+        """As it was written; empty if none was made."""
+        return dict(json.loads(self.comparison.read_text(encoding="utf-8"))) if self.comparison.exists() else {}
+
     def _files(self) -> list[str]:
         every = (METRICS, SUMMARY, REPORT, TOKENIZER, COMPARISON)
         return [name for name in every if (self.path / name).exists()]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
-import optax
+import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
@@ -19,7 +19,7 @@ from .. import Mean, NonFiniteError
 from .._plan import balanced
 from .._report import Report
 from ..jax import check, value_and_grad
-from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, sizes_of_curve
+from .backend import BETAS, DECAY, EPS, Planned, State, Stepped
 from .nnx_model import GPT, from_shared, to_shared
 from .ranks import Ranks
 from .sampling import Rows
@@ -53,6 +53,8 @@ class JaxBackend:
             self._moments = self._optimizer.init(self._params)
             self._scale = (jnp.asarray(LARGEST_SCALE if self._half else 1.0), jnp.asarray(0))
         self._peak: int | None = None
+        self._plain_gradient = jax.jit(jax.grad(lambda params, rows, k: self._loss_fn(params, rows, None).value / k))
+        self._plain_update = jax.jit(self._update)
         self.use(settings.micro_batch_size or 1)
 
     def use(self, micro_batch_size: int) -> None:
@@ -65,14 +67,26 @@ class JaxBackend:
             args = self._params, self._moments, self._scale, _rows(rows), key, jnp.asarray(learning_rate)
             if self._step is None:
                 self._step = jax.jit(self._one_step, donate_argnums=(0, 1)).lower(*args).compile()
-                used = self._step.memory_analysis()
-                sizes = used.argument_size_in_bytes, used.output_size_in_bytes, used.temp_size_in_bytes
-                self._peak = sum(sizes) - used.alias_size_in_bytes
+                self._peak = _bytes_of(self._step)
             self._params, self._moments, self._scale, loss, norm = self._step(*args)
         stepped = math.isfinite(norm)
         if not math.isfinite(loss) or not (stepped or self._half):
             raise NonFiniteError(f"step {step}: the loss is {float(loss):g} and the gradient norm {float(norm):g}")
         return Stepped(float(loss), float(norm), stepped)
+
+    def plain_step(self, pieces: Sequence[Rows], step: int, learning_rate: float) -> None:
+        with self._precisely():
+            gradients: Any = None
+            for piece in map(_rows, pieces):
+                share = self._plain_gradient(self._params, piece, len(pieces))
+                gradients = share if gradients is None else jax.tree.map(jnp.add, gradients, share)
+            args = gradients, self._params, self._moments, jnp.asarray(learning_rate)
+            self._params, self._moments, norm = self._plain_update(*args)
+            float(norm)  # waits, as a step does
+            if self._peak is None:
+                used = _bytes_of(self._plain_gradient.lower(self._params, _rows(pieces[0]), len(pieces)).compile())
+                sums = gradients if len(pieces) > 1 else None
+                self._peak = used + sum(leaf.nbytes for leaf in jax.tree.leaves((self._moments, sums)))
 
     def evaluate(self, rows: Rows) -> float:
         with self._precisely():
@@ -109,7 +123,7 @@ class JaxBackend:
     def load(self, state: State) -> None:
         with self._precisely():
             self._params = from_shared(state.weights, self._params)
-            adam, *rest = self._moments
+            adam = self._moments[0]
             first, second = (
                 from_shared(
                     {name.removeprefix(kind): array for name, array in state.moments.items() if name.startswith(kind)},
@@ -118,7 +132,7 @@ class JaxBackend:
                 for kind, like in (("first.", adam.mu), ("second.", adam.nu))
             )
             count = jnp.asarray(state.scalars["steps_taken"], adam.count.dtype)
-            self._moments = (adam._replace(count=count, mu=first, nu=second), *rest)
+            self._moments = (adam._replace(count=count, mu=first, nu=second), *self._moments[1:])
             scale, good = self._scale
             self._scale = (
                 jnp.asarray(state.scalars["scale"], scale.dtype),
@@ -135,12 +149,8 @@ class JaxBackend:
 
         whole = value_and_grad(scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,))
         loss, gradients = whole(params, rows, key)
-        norm = optax.global_norm(gradients) / factor
-        clip = jnp.minimum(1.0, self._settings.max_norm / (norm + 1e-6)) / factor  # as PyTorch clips
-        updates, new_moments = self._optimizer.update(
-            jax.tree.map(lambda gradient: gradient * clip, gradients), moments, params
-        )
-        new_params = jax.tree.map(lambda param, update: param - rate * update, params, updates)
+        gradients = jax.tree.map(lambda gradient: gradient / factor, gradients)
+        new_params, new_moments, norm = self._update(gradients, params, moments, rate)
         if self._half:
             went_well = jnp.isfinite(norm)
             new_params, new_moments = jax.tree.map(
@@ -152,6 +162,13 @@ class JaxBackend:
                 jnp.where(went_well & (good + 1 < STEPS_TO_GROW), good + 1, 0),
             )
         return new_params, new_moments, scale, loss / factor, norm
+
+    def _update(self, gradients: Any, params: Any, moments: Any, rate: Array) -> tuple[Any, Any, Array]:
+        norm = optax.global_norm(gradients)
+        clip = jnp.minimum(1.0, self._settings.max_norm / (norm + 1e-6))  # as PyTorch clips
+        clipped = jax.tree.map(lambda gradient: gradient * clip, gradients)
+        updates, moments = self._optimizer.update(clipped, moments, params)
+        return jax.tree.map(lambda param, update: param - rate * update, params, updates), moments, norm
 
     def _precisely(self) -> AbstractContextManager[None]:
         """In float64 only where that was asked for."""
@@ -168,7 +185,7 @@ def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean],
     @jax.jit
     def logits(params: Any, ids: Array, key: Array | None = None) -> Array:
         model = nnx.merge(graphdef, params, rest)
-        scores = model(ids, None if key is None else nnx.Rngs(dropout=key))
+        scores: Array = model(ids, None if key is None else nnx.Rngs(dropout=key))
         return scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
 
     @jax.jit
@@ -177,6 +194,13 @@ def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean],
         return Mean.of(losses)
 
     return loss_fn, logits, like
+
+
+def _bytes_of(program: Any) -> int:
+    """What a compiled program holds: what goes in, what comes out, and what is between."""
+    used = program.memory_analysis()
+    sizes = used.argument_size_in_bytes, used.output_size_in_bytes, used.temp_size_in_bytes
+    return int(sum(sizes) - used.alias_size_in_bytes)
 
 
 def _rows(rows: Rows) -> Array:

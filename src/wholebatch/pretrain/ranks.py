@@ -18,6 +18,11 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if together else 0
         self.local_rank = int(os.environ["LOCAL_RANK"]) if together else 0
 
+    @classmethod
+    def alone(cls) -> Self:
+        """One process, whoever started it."""
+        return cls("jax")
+
     @property
     def first(self) -> bool:
         """Whether this process writes the files and talks."""

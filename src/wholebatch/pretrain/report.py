@@ -1,6 +1,5 @@
 """`report.html`: what came of a run, on one page that needs nothing else, made from the run's files."""
 
-import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -19,11 +18,10 @@ Row = tuple[str, ...]
 
 def write_report(folder: Folder) -> None:
     """Write the page of a run that has a summary."""
-    comparison = json.loads(folder.comparison.read_text(encoding="utf-8")) if folder.comparison.exists() else None
-    write_text(folder.report, page(folder.read_summary(), list(read(folder.metrics)), comparison))
+    write_text(folder.report, page(folder.read_summary(), list(read(folder.metrics)), folder.read_comparison()))
 
 
-def page(summary: Facts, records: Sequence[Record], comparison: Facts | None) -> str:
+def page(summary: Facts, records: Sequence[Record], comparison: Facts) -> str:
     """The page.
 
     Args:
@@ -92,19 +90,20 @@ def _tiles(summary: Facts) -> list[str]:
 def _charts(summary: Facts, records: Sequence[Record]) -> list[str]:
     settings = summary["settings"]
     validation = [(0.0, summary["loss_before"]), *_points(records, "validation_loss")]
-    lines = [Line("training", _points(records, "loss")), Line("validation", validation, dots=True)]
-    memory = sorted((float(rows), float(size)) for rows, size in summary["memory_by_rows"].items())
-    budget = ("budget", float(settings["memory"])) if settings["micro_batch_size"] is None else None
+    lines = [Line("training", _points(records, "loss")), Line("validation", validation, mark="dot")]
+    unit, name = _unit(summary["whole_batch_memory"])
+    memory = sorted((float(rows), size / unit) for rows, size in summary["memory_by_rows"].items())
     used = [point for point in memory if point[0] == summary["micro_batch_size"]]
+    budget = ("budget", settings["memory"] / unit) if settings["micro_batch_size"] is None else None
     drawn = {
         "Loss": Chart(lines, "step", "{:.2f}".format),
         "Gradient norm, before clipping": Chart(
             [Line("gradient norm", _points(records, "grad_norm"))], "step", "{:.3g}".format, from_zero=True
         ),
         "Predicted memory by micro-batch size": Chart(
-            [Line("in use", used, dots=True), Line("predicted peak", memory, dots=True)][0 if used else 1 :],
+            [Line("predicted peak", memory, mark="dot"), Line("in use", used, mark="ring")],
             "rows at a time",
-            lambda size: in_units(round(size)),
+            lambda size: f"{size:,.4g} {name}",
             from_zero=True,
             level=budget,
         ),
@@ -124,15 +123,15 @@ def _comparison(comparison: Facts) -> str:
         (
             way["name"],
             f"{way['seconds_per_step']:.3g} s",
-            "not known" if way["peak_memory"] is None else in_units(way["peak_memory"]),
-            "" if way["difference"] is None else f"{way['difference']:.1e}",
+            in_units(way["peak_memory"]),
+            f"{way['difference']:.1e}",
         )
         for way in comparison["ways"]
     ]
     return _section(
         f"The first {comparison['steps']} steps, three ways",
         f'<p class="soft">{escape(comparison["note"])}</p>'
-        + _table(rows, ("", "time per step", "peak memory", "difference of the weights")),
+        + _table(rows, "numbers", ("", "time per step", "peak memory", "difference of the weights")),
     )
 
 
@@ -146,10 +145,18 @@ def _sample(sample: dict[str, str]) -> str:
 def _configuration(summary: Facts) -> str:
     settings: dict[str, Any] = summary["settings"]
     rows = [
-        (option(name), shown(name, value) if value not in (None, []) else "auto" if name == "micro_batch_size" else "")
+        (option(name), shown(name, value))
         for name, value in settings.items()
+        if value not in (None, []) or name == "micro_batch_size"
     ]
-    return _section("Configuration", _table([row for row in rows if row[1]]))
+    return _section("Configuration", _table(rows, "settings"))
+
+
+def _unit(size: int) -> tuple[int, str]:
+    """The unit that suits a size, so that round numbers are round in it."""
+    return next(
+        ((unit, name) for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")) if size >= 2 * unit), (1024, "KiB")
+    )
 
 
 def _points(records: Sequence[Record], name: str) -> list[Point]:
@@ -167,10 +174,10 @@ def _section(title: str, content: str) -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{content}</section>'
 
 
-def _table(rows: Sequence[Row], head: Row | None = None) -> str:
+def _table(rows: Sequence[Row], kind: str, head: Row | None = None) -> str:
     top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(
         f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows
     )
-    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'

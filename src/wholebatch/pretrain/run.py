@@ -13,10 +13,11 @@ from .._plan import balanced
 from . import loop, tokenizer
 from .backend import Backend, load
 from .checkpoints import Checkpoint
+from .compare import compare
 from .corpus import Corpus, prepare
 from .display import Screen
 from .errors import DamagedError, FolderError
-from .files import write_text
+from .files import as_json, write_text
 from .folder import Folder
 from .ranks import Ranks
 from .report import write_report
@@ -77,7 +78,7 @@ def run(request: Request, screen: Screen) -> Ended:
         settings = Settings.of(request.given, saved and saved.facts["settings"])
         if saved:
             _refuse_other_settings(settings, folder, saved)
-            if saved.step == settings.steps and folder.is_sealed:
+            if saved.step == settings.steps and folder.is_sealed and not request.compare:
                 return Ended("verified", saved.step, folder.read_summary(), folder.verify())
 
         corpus = _corpus(settings, request.cache, folder, saved, ranks)
@@ -93,7 +94,9 @@ def run(request: Request, screen: Screen) -> Ended:
 
         screen.start(beginning(facts, done), settings.steps, done)
         with (
-            Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step) if ranks.first else nullcontext() as writer,
+            Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
+            if ranks.first
+            else nullcontext() as writer,
             loop.Interruption() as interruption,
         ):
             if writer and not saved:
@@ -185,6 +188,8 @@ def _finish(
 ) -> Facts:
     """Judge, sample, report, and seal what was written."""
     folder.unseal()
+    if request.compare:
+        write_text(folder.comparison, as_json(compare(settings, corpus, facts["micro_batch_size"])))
     judged = backend.check(loop.validation_rows(settings, corpus))
     prompt, continued = continuation(settings, backend, corpus)
     summary = summarise(

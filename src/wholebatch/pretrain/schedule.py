@@ -1,7 +1,7 @@
 """The learning rate of each optimizer step: scaled to the batch, warmed up, and then half a cosine.
 
-    rate(n) = peak · n / W                                  for n <= W
-    rate(n) = peak · (1/10 + 9/10 · (1 + cos(π t)) / 2)     with t = (n - W) / (N - W)
+rate(n) = peak · n / W                                  for n <= W
+rate(n) = peak · (1/10 + 9/10 · (1 + cos(π t)) / 2)     with t = (n - W) / (N - W)
 """
 
 import math

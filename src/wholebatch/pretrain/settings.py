@@ -19,7 +19,15 @@ RULES = ("none", "linear", "sqrt")
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"width": 128, "layers": 4, "heads": 4, "seq_len": 128, "vocab_size": 2048, "lr": 3e-3, "memory": "128MiB"},
     "small": {"width": 384, "layers": 6, "heads": 6, "seq_len": 256, "vocab_size": 8192, "lr": 1e-3, "memory": "1GiB"},
-    "base": {"width": 768, "layers": 12, "heads": 12, "seq_len": 512, "vocab_size": 32768, "lr": 6e-4, "memory": "4GiB"},
+    "base": {
+        "width": 768,
+        "layers": 12,
+        "heads": 12,
+        "seq_len": 512,
+        "vocab_size": 32768,
+        "lr": 6e-4,
+        "memory": "4GiB",
+    },
 }
 
 MAY_CHANGE = {"data", "field", "checkpoint_every", "keep", "validate_every"}
@@ -149,7 +157,7 @@ class Settings:
             fitting = [n for n in range(1, self.width + 1) if self.width % n == 0]
             nearest = sorted(fitting, key=lambda n: abs(n - self.heads))[:2]
             raise OptionError(
-                f"--heads {self.heads} does not divide --width {self.width}: give {' or '.join(map(str, nearest))} heads"
+                f"--heads {self.heads} does not divide --width {self.width}: give {' or '.join(map(str, nearest))}"
             )
         if not 0 <= self.dropout < 1:
             raise OptionError(f"--dropout must be at least 0 and less than 1, got {self.dropout:g}")
@@ -173,7 +181,7 @@ def shown(name: str, value: Any) -> str:
         return in_units(value)
     if name == "micro_batch_size" and value is None:
         return "auto"
-    return str(value)
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _at_least(least: int, name: str, value: int) -> None:

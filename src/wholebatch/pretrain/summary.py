@@ -73,6 +73,7 @@ def ending(summary: Facts, folder: Folder) -> list[tuple[str, str]]:
         ("memory", memory + f"; the whole batch would have needed {in_units(whole)}"),
         ("exactness", f"{verdict}, within {exactness['error']:.0e} of its largest entry ({exactness['dtype']})"),
         ("loss", f"{summary['loss_before']:.3f} before, {summary['loss_after']:.3f} after, on text that was held out"),
+        *_compared(folder),
         ("checkpoint", str(folder.path / summary["checkpoint"])),
         ("metrics", str(folder.metrics)),
         ("report", str(folder.report)),
@@ -91,6 +92,18 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _compared(folder: Folder) -> list[tuple[str, str]]:
+    """The three ways, if they were compared."""
+    return [
+        (
+            "" if number else "compared",
+            f"{way['name']:<18} {way['seconds_per_step']:.3g} s per step, {in_units(way['peak_memory'])}, "
+            f"weights off by {way['difference']:.0e}",
+        )
+        for number, way in enumerate(folder.read_comparison().get("ways", []))
+    ]
 
 
 def _tokens(facts: Facts) -> int:

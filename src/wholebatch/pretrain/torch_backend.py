@@ -1,6 +1,7 @@
 """The run in PyTorch: one `Accumulator.step` per optimizer step."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,9 @@ class TorchBackend:
         others = [p for name, p in self._named.items() if not is_decayed(name, p)]
         groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
-        self._scaler = torch.amp.GradScaler(self._model.norm.weight.device.type) if settings.precision == "fp16" else None
+        self._scaler = (
+            torch.amp.GradScaler(self._model.norm.weight.device.type) if settings.precision == "fp16" else None
+        )
         self._trained = self._model if ranks.size == 1 else nn.parallel.DistributedDataParallel(self._model)
         self._peak, self._steps = Peak(), 0
         self.use(settings.micro_batch_size or 1)
@@ -58,11 +61,8 @@ class TorchBackend:
         if self._settings.dropout:
             random = random_of(self._settings.seed, DROPOUT, step * self._ranks.size + self._ranks.rank)
             torch.manual_seed(int(random.integers(1 << 63)))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         share = np.array_split(rows, self._ranks.size)[self._ranks.rank]
-        self._steps += 1
-        with self._peak.watching(self._held()) if self._steps <= STEPS_TO_WATCH else nullcontext():
+        with self._a_step(learning_rate):
             result = self._accumulator.step(
                 self._loss_fn(self._trained),
                 torch.from_numpy(share),
@@ -72,6 +72,22 @@ class TorchBackend:
             )
         assert result.grad_norm is not None
         return Stepped(result.loss.item(), result.grad_norm.item(), result.stepped)
+
+    def plain_step(self, pieces: Sequence[Rows], step: int, learning_rate: float) -> None:
+        with self._a_step(learning_rate):
+            loss_fn = self._loss_fn(self._model)
+            for piece in pieces:
+                loss = loss_fn(torch.from_numpy(piece).to(self.device)).value / len(pieces)
+                (self._scaler.scale(loss) if self._scaler else loss).backward()
+            if self._scaler:
+                self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_norm)
+            if self._scaler:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+            else:
+                self._optimizer.step()
+            self._optimizer.zero_grad()
 
     def evaluate(self, rows: Rows) -> float:
         pieces = torch.from_numpy(rows).split(self._micro_batch_size)
@@ -100,9 +116,19 @@ class TorchBackend:
     def peak_memory(self) -> int | None:
         return self._peak.bytes
 
+    @contextmanager
+    def _a_step(self, learning_rate: float) -> Iterator[None]:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._steps += 1
+        with self._peak.watching(self._held()) if self._steps <= STEPS_TO_WATCH else nullcontext():
+            yield
+
     def _held(self) -> int:
         """Bytes of the weights and of the optimizer's moments."""
-        moments = [moment for kept in self._optimizer.state.values() for moment in (kept["exp_avg"], kept["exp_avg_sq"])]
+        moments = [
+            moment for kept in self._optimizer.state.values() for moment in (kept["exp_avg"], kept["exp_avg_sq"])
+        ]
         return sum(tensor.nbytes for tensor in (*self._named.values(), *moments))
 
     def state(self) -> State:

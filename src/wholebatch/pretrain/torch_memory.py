@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ class Peak:
 
 def _highest(watched: torch.autograd.profiler.profile) -> int:
     """The sum of what was taken and given back, at its largest."""
-    events = [event for event in watched.kineto_results.events() if event.name() == "[memory]"]
+    recorded: Any = watched.kineto_results
+    events = [event for event in recorded.events() if event.name() == "[memory]"]
     now = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()

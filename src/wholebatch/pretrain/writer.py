@@ -20,7 +20,9 @@ class Writer:
         saved: the step that the run continues from; None if it begins.
     """
 
-    def __init__(self, folder: Folder, backend: Backend, facts: dict[str, Any], *, keep: int, saved: int | None) -> None:
+    def __init__(
+        self, folder: Folder, backend: Backend, facts: dict[str, Any], *, keep: int, saved: int | None
+    ) -> None:
         self._backend, self._facts = backend, facts
         self._checkpoints = Checkpoints(folder.checkpoints, keep)
         self._metrics = Metrics(folder.metrics, saved or 0)
