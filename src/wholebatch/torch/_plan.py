@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._budget import Plan, bytes_of, fitted
 from .._errors import BatchError, OptionError
-from ._accumulator import Options
+from ._accumulator import SumOptions
 from ._cut import rows_of
 from ._lifetimes import Line, Timeline
 from ._loss import CountFunction, LossFunction
@@ -32,7 +32,7 @@ def plan(
     memory: int | str,
     optimizer: AnOptimizer | Sequence[Optimizer] | None = None,
     counts: CountFunction | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SumOptions],
 ) -> Plan:
     """The largest micro-batch whose step fits a memory budget, without running it.
 
@@ -62,9 +62,9 @@ def plan(
     (2214, True)
     """
     budget = bytes_of(memory)
-    for size in ("micro_batch_size", "num_micro_batches"):
-        if size in options:
-            raise OptionError(f"{size} is what plan finds: leave it out")
+    sizes = options.keys() & {"micro_batch_size", "num_micro_batches"}
+    if sizes:
+        raise OptionError(f"{sizes.pop()} is what plan finds: leave it out")
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is nothing to plan: give one whole batch")
     rows = rows_of(batch)

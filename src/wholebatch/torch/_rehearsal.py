@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .._errors import OptionError, OptionTypeError, PlanError
 from . import _statistics as statistics
-from ._accumulator import Accumulator, Options
+from ._accumulator import Accumulator, SumOptions
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
@@ -61,7 +61,7 @@ class Rehearsal:
         batch: Any,
         optimizer: AnOptimizer | Sequence[Optimizer] | None,
         counts: CountFunction | None,
-        options: Options,
+        options: SumOptions,
     ) -> None:
         self._loss_fn, self._batch, self._optimizer, self._counts = loss_fn, batch, optimizer, counts
         self._options: dict[str, Any] = {**options, "batch_norm": "micro"}
@@ -151,7 +151,7 @@ class _Rehearsing(Accumulator):
         open_batch, self._open = self._open, None
         assert open_batch is not None
         lifetimes.note(GRADIENTS, itertools.chain(*open_batch.sums.gradients()))
-        open_batch.sum_up(Step(None, None, None, None))
+        open_batch.sum_up()
         open_batch.commit()
         parameters = self._model.parameters()
         lifetimes.note(GRADIENTS, [parameter.grad for parameter in parameters if parameter.grad is not None])

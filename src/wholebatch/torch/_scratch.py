@@ -30,7 +30,7 @@ def scratch(func: Any, args: tuple[Any, ...], returned: Any) -> list[int]:
 
 
 def _backend(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, bias_sizes: Any) -> str:
-    backend = torch._C._select_conv_backend(x, weight, bias, *how, bias_sizes=bias_sizes)  # type: ignore[attr-defined]
+    backend = torch._C._select_conv_backend(x, weight, bias, *how, bias_sizes=bias_sizes)
     return str(backend.name)
 
 
