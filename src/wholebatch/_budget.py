@@ -35,6 +35,7 @@ class Plan:
         rows: rows of the batch.
         parts: what the peak consists of: "parameters" (and buffers), "gradients", "optimizer" (its state),
             "activations_per_row" and "fixed" (the batch, temporaries and all else that does not grow with the piece).
+            They add up to it, but for a batch in one piece: its gradients come as its activations go.
         curve: the peak by micro-batch size, for some sizes; the last is the whole batch in one piece.
         remarks: what the numbers take for granted.
     """

@@ -23,7 +23,6 @@ from ._series import Series
 from ._state import Snapshot
 from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
-from ._totals import Totals
 from ._verdict import Verdict, judge
 from ._weights import Weights
 
@@ -85,17 +84,17 @@ class OpenBatch:
             self._ledger.graphless.append(self._ledger.pieces)
         self.sums.add(main, aside)
 
-    def sum_up(self, step: Step) -> tuple[Totals, Tensor | None]:
-        """Turn the sums into the gradient; returns what was counted, and the norm if the gradient was clipped."""
+    def sum_up(self) -> None:
+        """Turn the sums into the gradient without a verdict, which needs values."""
+        finalise(self.sums, self._weights.factor(self._ledger.totals()), None)
+
+    def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
+        """Turn the sums into the gradient; all of it can still be undone afterwards."""
         if self._in_a_loop and not (step.scaler is None and self._scale is None):
             self.sums.scale(self._ratio_of_scales(step.scaler))
         totals = agree(self._ledger.totals())
         reduce(self.sums)
-        return totals, finalise(self.sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
-
-    def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
-        """Sum up and judge; all of it can still be undone afterwards."""
-        totals, norm = self.sum_up(step)
+        norm = finalise(self.sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
         looking = on_nonfinite != "keep" and step.scaler is None
         verdict = judge(
             totals,

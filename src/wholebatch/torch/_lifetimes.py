@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ._scratch import scratch
+
 Storage = int
 """A storage's identity, for as long as it lives."""
 
@@ -56,10 +58,6 @@ class Timeline:
         for number in self.order[: held.index(max(held)) + 1] if held else []:
             alive ^= {abs(number)}
         return alive
-
-    def with_more(self, size: int) -> "Timeline":
-        """The same with that much held all the time."""
-        return replace(self, order=[len(self.sizes) + 1, *self.order], sizes=[*self.sizes, size])
 
     def _held(self) -> list[int]:
         return list(accumulate(self._size(n) if n > 0 else -self._size(-n) for n in self.order))
@@ -124,6 +122,9 @@ class Lifetimes(TorchDispatchMode):
             if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_floating_point():
                 raise
             return 1.0  # a number that is logged or scales another; integers may become sizes
+        if self._device.type == "cpu":
+            for size in scratch(func, args, returned):
+                self._passes(size)
         aliases = any(result.alias_info is not None for result in func._schema.returns)
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
@@ -144,11 +145,12 @@ class Lifetimes(TorchDispatchMode):
                 if storage in self._alive:
                     self._kinds[storage] = kind
 
-    def start(self) -> None:
-        """Begin a new timeline, with what is alive."""
+    def start(self, *, without: str | None = None) -> None:
+        """Begin a new timeline, with what is alive, but for what is of one kind."""
         self._timeline, self._numbers = self._new(), {}
         for storage, (_, size) in self._alive.items():
-            self._is_born(storage, size)
+            if without is None or self._kinds.get(storage) != without:
+                self._is_born(storage, size)
 
     def stop(self) -> Timeline:
         """The timeline since `start`."""
@@ -182,6 +184,10 @@ class Lifetimes(TorchDispatchMode):
         self._timeline.sizes.append(size)
         self._numbers[storage] = len(self._timeline.sizes)
         self._timeline.order.append(len(self._timeline.sizes))
+
+    def _passes(self, size: int) -> None:
+        self._timeline.sizes.append(size)
+        self._timeline.order.extend([len(self._timeline.sizes), -len(self._timeline.sizes)])
 
     def _dies(self, storage: Storage) -> None:
         self._alive.pop(storage, None)

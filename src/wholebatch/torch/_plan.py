@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._budget import Plan, bytes_of, fitted
 from .._errors import BatchError, OptionError
-from ._accumulator import Options
+from ._accumulator import SumOptions
 from ._cut import rows_of
 from ._lifetimes import Line, Timeline
 from ._loss import CountFunction, LossFunction
@@ -32,7 +32,7 @@ def plan(
     memory: int | str,
     optimizer: AnOptimizer | Sequence[Optimizer] | None = None,
     counts: CountFunction | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SumOptions],
 ) -> Plan:
     """The largest micro-batch whose step fits a memory budget, without running it.
 
@@ -62,9 +62,9 @@ def plan(
     (2214, True)
     """
     budget = bytes_of(memory)
-    for size in ("micro_batch_size", "num_micro_batches"):
-        if size in options:
-            raise OptionError(f"{size} is what plan finds: leave it out")
+    sizes = options.keys() & {"micro_batch_size", "num_micro_batches"}
+    if sizes:
+        raise OptionError(f"{sizes.pop()} is what plan finds: leave it out")
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is nothing to plan: give one whole batch")
     rows = rows_of(batch)
@@ -100,14 +100,15 @@ class _Steps:
 
     def parts(self, size: int, peak: int) -> Mapping[str, int]:
         """What the peak consists of; where that is in the optimizer's step, its temporaries are fixed."""
-        bytes_of = self._timeline(size).at_peak()
-        parts = {
-            "parameters": bytes_of.get(PARAMETERS, 0),
-            "gradients": bytes_of.get(GRADIENTS, 0),
-            "optimizer": self._rehearsal.state,
+        alive, per_row, state = self._timeline(size).at_peak(), self._per_row(size), self._rehearsal.state
+        named = alive.get(PARAMETERS, 0) + alive.get(GRADIENTS, 0) + state
+        return {
+            "parameters": alive.get(PARAMETERS, 0),
+            "gradients": max(alive.get(GRADIENTS, 0), self._rehearsal.gradients),
+            "optimizer": state,
+            "activations_per_row": per_row,
+            "fixed": peak - named - per_row * size,
         }
-        per_row = self._per_row(size)
-        return parts | {"activations_per_row": per_row, "fixed": peak - sum(parts.values()) - per_row * size}
 
     def curve(self, chosen: int) -> Mapping[int, int]:
         """The peaks of some sizes, from one row to the whole batch."""
@@ -118,7 +119,8 @@ class _Steps:
         return {size: self.peak(size) for size in some | {self._rows} if 1 <= size <= self._rows}
 
     def _peak(self, timeline: Timeline) -> int:
-        return max(timeline.peak(), self._rehearsal.peak_of_step) + self._rehearsal.batch
+        rehearsal = self._rehearsal
+        return max(timeline.peak() + rehearsal.state, rehearsal.peak_of_step) + rehearsal.batch
 
     def _pieces(self, size: int) -> int:
         """A piece has one like it before it, so that gradients are there already, unless it is the whole batch."""

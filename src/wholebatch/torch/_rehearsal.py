@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .._errors import OptionError, OptionTypeError, PlanError
 from . import _statistics as statistics
-from ._accumulator import Accumulator, Options
+from ._accumulator import Accumulator, SumOptions
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
@@ -48,6 +48,9 @@ class Rehearsal:
     state: int
     """The bytes of the optimizer's state."""
 
+    gradients: int
+    """The bytes of all gradients."""
+
     peak_of_step: int
     """The most bytes that are held while the optimizer steps."""
 
@@ -58,7 +61,7 @@ class Rehearsal:
         batch: Any,
         optimizer: AnOptimizer | Sequence[Optimizer] | None,
         counts: CountFunction | None,
-        options: Options,
+        options: SumOptions,
     ) -> None:
         self._loss_fn, self._batch, self._optimizer, self._counts = loss_fn, batch, optimizer, counts
         self._options: dict[str, Any] = {**options, "batch_norm": "micro"}
@@ -67,7 +70,7 @@ class Rehearsal:
         self._lifetimes = Lifetimes(self._device)
         self._stack = ExitStack()
         self._stepped = False
-        self.state = self.peak_of_step = 0
+        self.state = self.gradients = self.peak_of_step = 0
         beside_the_model = [t for _, t in tensors(batch) if t.device == self._device or t.device.type == "meta"]
         self.batch = sum(tensor.nbytes for tensor in beside_the_model)
 
@@ -85,17 +88,17 @@ class Rehearsal:
         self._stack.close()
 
     def step(self, rows: int, pieces: int) -> Timeline:
-        """What a batch of that many rows does to the memory until the optimizer steps, with its state there."""
+        """What a batch of that many rows does to the memory until the optimizer steps, its state not counted."""
         batch = stand_in_batch(self._batch, rows, self._device)
         self._lifetimes.ignore(tensor for _, tensor in tensors(batch))
         accumulator = _Rehearsing(self._model.members, num_micro_batches=pieces, **self._options)
         try:
             with self._lifetimes:
-                self._lifetimes.start()
+                self._lifetimes.start(without=OPTIMIZER)
                 accumulator.sum_up(self._loss_fn, batch, self._counts, self._lifetimes)
                 timeline = self._lifetimes.stop()
                 if not self._stepped:
-                    timeline = timeline.with_more(self._first_step())
+                    self._take_the_step()
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise PlanError(
                 f"planning has no values, and the loss function or the optimizer needs some: {error.func}. What is "
@@ -106,17 +109,16 @@ class Rehearsal:
             parameter.grad = None
         return timeline
 
-    def _first_step(self) -> int:
-        """Let the optimizer step, which is the same whatever the rows; returns the bytes of state that it made."""
+    def _take_the_step(self) -> None:
+        """Once, because it is the same whatever the rows."""
         self._stepped = True
-        before = self._lifetimes.bytes_of(OPTIMIZER)
+        self.gradients = self._lifetimes.bytes_of(GRADIENTS)
         self._lifetimes.start()
         for optimizer in self._optimizers:
             optimizer.step()
         self.peak_of_step = self._lifetimes.stop().peak()
         self._lifetimes.note(OPTIMIZER, _state(self._optimizers))
         self.state = self._lifetimes.bytes_of(OPTIMIZER)
-        return self.state - before
 
     def _stand_ins_for(self, given: AnOptimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
         """Optimizers of the stand-ins, from those that were given or that a function makes."""
@@ -149,7 +151,7 @@ class _Rehearsing(Accumulator):
         open_batch, self._open = self._open, None
         assert open_batch is not None
         lifetimes.note(GRADIENTS, itertools.chain(*open_batch.sums.gradients()))
-        open_batch.sum_up(Step(None, None, None, None))
+        open_batch.sum_up()
         open_batch.commit()
         parameters = self._model.parameters()
         lifetimes.note(GRADIENTS, [parameter.grad for parameter in parameters if parameter.grad is not None])
