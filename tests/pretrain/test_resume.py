@@ -51,6 +51,7 @@ def test_weights_and_optimizer_are_the_same_to_the_bit(train, at_step, step, opt
     assert ran.code == 0, ran.error
     assert everything(ran.folder) == everything(whole)
     assert [(r["step"], r["loss"]) for r in records(ran.folder)] == [(r["step"], r["loss"]) for r in records(whole)]
+    assert "files are as they were written" in train("--resume", tiny=False).out
 
 
 def test_another_seed_is_another_run(train):

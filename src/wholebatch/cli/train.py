@@ -78,7 +78,10 @@ def command(
     if size != "auto":
         given["micro_batch_size"] = click.IntRange(min=1).convert(size, None, context)
     screen = Screen.of(sys.stderr if as_json else sys.stdout)
-    ended = run(Request(given, out, cache or default_cache(), resume, overwrite, compare), screen)
+    try:
+        ended = run(Request(given, out, cache or default_cache(), resume, overwrite, compare), screen)
+    finally:
+        screen.stop()
     if ended.how == "interrupted":
         again = shlex.join(["wholebatch", "train", "--out", str(out), "--resume"])
         text = f"interrupted: step {ended.step} is saved; continue with\n\n    {again}"

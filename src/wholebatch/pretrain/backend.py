@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .._errors import OptionError
 from .._plan import balanced
 from .._report import Report
 from .errors import BackendMissing
@@ -100,6 +99,15 @@ class Planned:
     curve: dict[int, int]
 
 
+def require(name: str) -> None:
+    """The framework has to be installed; that is said before any work is done."""
+    try:
+        for module in {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[name]:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise BackendMissing(f'the {name} backend is not installed: pip install "wholebatch[{name},cli]"') from error
+
+
 def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
     """The framework that was asked for, with the model in its initial state."""
     try:
@@ -109,10 +117,6 @@ def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
             f'the {settings.backend} backend is not installed: pip install "wholebatch[{settings.backend},cli]"'
         ) from error
     module = importlib.import_module(f".{settings.backend}_backend", __package__)
-    if settings.micro_batch_size is not None and settings.micro_batch_size > settings.batch_size:
-        raise OptionError(
-            f"--micro-batch-size {settings.micro_batch_size} is more than --batch-size {settings.batch_size}"
-        )
     backend: Backend = module.make(settings, vocabulary, ranks)
     return backend
 

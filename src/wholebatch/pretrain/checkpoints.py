@@ -71,7 +71,7 @@ class Checkpoints:
         Later ones belong to what was lost, and go too.
         """
         path = self._folder / f"step-{step:06d}"
-        everything = {"format": FORMAT, "step": step, **facts, "backend": state.scalars}
+        everything = {**facts, "format": FORMAT, "step": step, "backend": state.scalars}
         write_folder(
             path,
             {

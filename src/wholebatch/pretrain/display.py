@@ -37,7 +37,7 @@ class Screen:
         """A step is done."""
 
     def stop(self) -> None:
-        """No more steps."""
+        """No more steps; may be called again."""
 
     @staticmethod
     def of(stream: TextIO) -> "Screen":
@@ -77,7 +77,9 @@ class Plain(Screen):
             print("   ".join(parts), file=self._stream, flush=True)
 
     def stop(self) -> None:
-        print(file=self._stream, flush=True)
+        if self._pace:
+            print(file=self._stream, flush=True)
+        self._pace = None
 
 
 class Picture(Screen):
@@ -124,7 +126,8 @@ class Picture(Screen):
     def stop(self) -> None:
         if self._live:
             self._live.stop()
-        self._console.print()
+            self._console.print()
+        self._live = None
 
     def _picture(self, record: Record, left: float) -> Table:
         assert self._pace is not None

@@ -37,16 +37,14 @@ class Folder:
 
         Args:
             resume: continue what is there.
-            overwrite: remove what is there.
+            overwrite: begin, whatever is there.
             warn: is told about damaged checkpoints.
         """
         if self.path.exists() and not self.path.is_dir():
             raise FolderError(f"--out {self.path} is a file: give a folder")
-        with naming_the_file(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         if overwrite:
-            self._clear()
-        elif not resume and self._holds_a_run():
+            return None
+        if not resume and self._holds_a_run():
             raise FolderError(
                 f"{self.path} holds another run: --resume continues it, --overwrite replaces it, --out puts this one "
                 "elsewhere"
@@ -69,9 +67,20 @@ class Folder:
             raise DamagedError(f"{self.path / file} is not as it was written: its checksum differs")
         return len(self._files()) + sum(1 for file in self.checkpoints.rglob("*") if file.is_file())
 
-    def unseal(self) -> None:
-        """What is not done is not sealed."""
-        (self.path / CHECKSUMS).unlink(missing_ok=True)
+    def prepare(self, *, anew: bool) -> None:
+        """Make it ready for writing; what is not done is not sealed.
+
+        Args:
+            anew: remove the run that is there. Only what a run writes: people keep other things in folders too.
+        """
+        with naming_the_file(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / CHECKSUMS).unlink(missing_ok=True)
+            if anew:
+                for name in self._files():
+                    (self.path / name).unlink(missing_ok=True)
+                for path in Checkpoints(self.checkpoints):
+                    shutil.rmtree(path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """What the report is made from, with the metrics."""
@@ -92,11 +101,3 @@ class Folder:
 
     def _holds_a_run(self) -> bool:
         return self.metrics.exists() or any(Checkpoints(self.checkpoints))
-
-    def _clear(self) -> None:
-        """Only what a run writes: people keep other things in folders too."""
-        with naming_the_file(self.path):
-            for name in (CHECKSUMS, *self._files()):
-                (self.path / name).unlink(missing_ok=True)
-            for path in Checkpoints(self.checkpoints):
-                shutil.rmtree(path)

@@ -103,7 +103,7 @@ class JaxBackend:
             wide = dataclasses.replace(self._settings, precision="fp64")
             loss_fn, _, like = functions(wide, self._vocabulary)
             params = from_shared(to_shared(self._params), like)
-            return check(lambda params, rows: loss_fn(params, rows, None), params, _rows(rows))
+            return check(partial(loss_fn, key=None), params, _rows(rows))
 
     def plan(self, rows: Rows, memory: int) -> Planned:
         return Planned(min(8, len(rows)), {min(8, len(rows)): 1 << 26, len(rows): 1 << 29})  # TEMPORARY
@@ -132,7 +132,7 @@ class JaxBackend:
                 for kind, like in (("first.", adam.mu), ("second.", adam.nu))
             )
             count = jnp.asarray(state.scalars["steps_taken"], adam.count.dtype)
-            self._moments = (adam._replace(count=count, mu=first, nu=second), *self._moments[1:])
+            self._moments = (adam._replace(count=count, mu=first, nu=second), self._moments[1])
             scale, good = self._scale
             self._scale = (
                 jnp.asarray(state.scalars["scale"], scale.dtype),
@@ -180,7 +180,8 @@ make = JaxBackend
 
 def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean], Callable[..., Array], Any]:
     """The loss and the scores as functions of the parameters, and a tree like these."""
-    graphdef, like, rest = nnx.split(GPT(settings, vocabulary), nnx.Param, ...)
+    graphdef, *states = nnx.split(GPT(settings, vocabulary), nnx.Param, ...)
+    like, rest = states
 
     @jax.jit
     def logits(params: Any, ids: Array, key: Array | None = None) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._plan import balanced
 from . import loop, tokenizer
-from .backend import Backend, load
+from .backend import Backend, load, require
 from .checkpoints import Checkpoint
 from .compare import compare
 from .corpus import Corpus, prepare
@@ -76,6 +76,7 @@ def run(request: Request, screen: Screen) -> Ended:
         folder = Folder(request.out)
         saved = ranks.from_first(_open(folder, request, screen) if ranks.first else None)
         settings = Settings.of(request.given, saved and saved.facts["settings"])
+        require(settings.backend)
         if saved:
             _refuse_other_settings(settings, folder, saved)
             if saved.step == settings.steps and folder.is_sealed and not request.compare:
@@ -93,6 +94,8 @@ def run(request: Request, screen: Screen) -> Ended:
         ranks.from_first(None)  # all have read what the first will soon replace
 
         screen.start(beginning(facts, done), settings.steps, done)
+        if ranks.first:
+            folder.prepare(anew=not saved)
         with (
             Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
             if ranks.first
@@ -110,7 +113,6 @@ def run(request: Request, screen: Screen) -> Ended:
                 if ranks.any(interruption.requested) and done < settings.steps:
                     if writer:
                         writer.save(done)
-                    screen.stop()
                     return Ended("interrupted", done, facts)
         screen.stop()
         return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
@@ -187,7 +189,6 @@ def _finish(
     request: Request, settings: Settings, corpus: Corpus, backend: Backend, folder: Folder, facts: Facts
 ) -> Facts:
     """Judge, sample, report, and seal what was written."""
-    folder.unseal()
     if request.compare:
         write_text(folder.comparison, as_json(compare(settings, corpus, facts["micro_batch_size"])))
     judged = backend.check(loop.validation_rows(settings, corpus))

@@ -149,6 +149,10 @@ class Settings:
             _at_least(1, name, getattr(self, name))
         if self.micro_batch_size is not None:
             _at_least(1, "micro_batch_size", self.micro_batch_size)
+            if self.micro_batch_size > self.batch_size:
+                raise OptionError(
+                    f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}"
+                )
         _at_least(0, "warmup", self.warmup)
         _at_least(0, "seed", self.seed)
         if self.tokenizer == "bpe":
