@@ -1,0 +1,121 @@
+"""PyTorch: pre-training of a language model, one weight update for every few micro-batches.
+
+    one Adam step for  Σ_k (summed loss of micro-batch k) / Σ_k (predicted tokens of micro-batch k)
+
+A language model's loss is a mean over tokens, and says so: `token_mean` is a ratio of two sums.
+"""
+
+import copy
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wholebatch import BatchError
+from wholebatch.torch import Accumulator, token_mean, windows
+
+from ._agreement import ALLOWED, agree
+from ._models import dtype_named, largest_difference
+
+__all__ = ["LanguageModel", "main", "pretrain", "pretrain_on_whole_batches"]
+
+
+class LanguageModel(nn.Sequential):
+    """An embedding and a linear head: each token predicts the next one.
+
+    Args:
+        vocabulary: how many tokens there are.
+        width: of the embedding.
+    """
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__(nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary))
+
+
+def pretrain(
+    model: nn.Module, micro_batches: Iterable[Tensor] | Tensor, lr: float, accumulation_steps: int
+) -> list[tuple[int, float]]:
+    """Pre-train with one update for every few micro-batches; the micro-step and the loss of each.
+
+    Args:
+        model: predicts the next token of each.
+        micro_batches: token ids of shape (sequences, length).
+        lr: the learning rate of Adam.
+        accumulation_steps: micro-batches for an update; the last one may have fewer.
+
+    >>> ids = torch.randint(50, (6, 2, 5))
+    >>> [step for step, loss in pretrain(LanguageModel(50, 8), ids, 1e-3, accumulation_steps=4)]
+    [4, 6]
+    """
+
+    def loss_fn(ids: Tensor) -> object:
+        return token_mean(model(ids), ids)
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    accumulator = Accumulator(model)
+    micro_step, updates = 0, []
+    for window in windows(micro_batches, accumulation_steps):
+        micro_step += len(window)
+        updates.append((micro_step, accumulator.step(loss_fn, window, optimizer).loss.item()))
+    if not updates:
+        raise BatchError("there are no micro-batches to pre-train on")
+    return updates
+
+
+def pretrain_on_whole_batches(model: nn.Module, batches: Iterable[Tensor], lr: float) -> list[float]:
+    """The same in plain PyTorch, on batches that fit; the loss of each update."""
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=lr), []
+    for ids in batches:
+        loss = functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main(
+    *,
+    vocabulary: int = 1000,
+    width: int = 128,
+    length: int = 20,
+    lr: float = 1e-3,
+    micro_batch_size: int = 8,
+    accumulation_steps: int = 4,
+    micro_steps: int = 20,
+    dtype: str = "float64",
+    seed: int = 0,
+) -> bool:
+    """Pre-training on random tokens, by micro-batches and by whole batches.
+
+    Args:
+        vocabulary: how many tokens there are.
+        width: of the embedding.
+        length: tokens of a sequence.
+        lr: the learning rate of Adam.
+        micro_batch_size: sequences of a micro-batch.
+        accumulation_steps: micro-batches for a weight update.
+        micro_steps: micro-batches in all.
+        dtype: float32 or float64.
+        seed: of data and weights.
+    """
+    torch.manual_seed(seed)
+    model = LanguageModel(vocabulary, width).to(dtype_named(dtype))
+    twin = copy.deepcopy(model)
+    ids = torch.randint(vocabulary, (micro_steps, micro_batch_size, length))
+
+    updates = pretrain(model, ids, lr, accumulation_steps)
+    whole = [window.flatten(0, 1) for window in ids.split(accumulation_steps)]
+    losses = pretrain_on_whole_batches(twin, whole, lr)
+    for (micro_step, loss), whole_loss in zip(updates, losses, strict=True):
+        print(f"step {micro_step:3}   loss {loss:.6f}   whole batch {whole_loss:.6f}")
+    print(f"{len(updates)} updates; whole batches had {len(whole[0])} sequences, micro-batches {micro_batch_size}")
+    # Adam divides a gradient by its own size: where it nearly vanishes, rounding becomes a part of a step
+    allowed = lr / 100 if dtype == "float32" else ALLOWED[dtype]
+    return agree("the weights", largest_difference(model, twin), allowed)
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
