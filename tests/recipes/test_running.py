@@ -17,7 +17,7 @@ FRAMEWORKS = {"torch": ["torch_loop", "pretrain_lm"], "jax": ["linen", "nnx", "s
 
 def test_every_module_is_listed():
     folder = Path(recipes.__file__).parent
-    assert {path.stem for path in folder.glob("[a-z]*.py")} == set(RECIPES) == {*sum(FRAMEWORKS.values(), [])}
+    assert {path.stem for path in folder.glob("[a-z]*.py")} == set(RECIPES) == {*FRAMEWORKS["torch"], *FRAMEWORKS["jax"]}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["alone", "help"])
