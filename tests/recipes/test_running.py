@@ -17,7 +17,9 @@ FRAMEWORKS = {"torch": ["torch_loop", "pretrain_lm"], "jax": ["linen", "nnx", "s
 
 def test_every_module_is_listed():
     folder = Path(recipes.__file__).parent
-    assert {path.stem for path in folder.glob("[a-z]*.py")} == set(RECIPES) == {*FRAMEWORKS["torch"], *FRAMEWORKS["jax"]}
+    assert (
+        {path.stem for path in folder.glob("[a-z]*.py")} == set(RECIPES) == {*FRAMEWORKS["torch"], *FRAMEWORKS["jax"]}
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["alone", "help"])
@@ -34,9 +36,9 @@ def test_each_runs_by_name_and_agrees_with_full_batches(capsys, name):
     assert "they agree" in capsys.readouterr().out
 
 
-def test_options_are_the_arguments_of_its_main(capsys):
-    assert main(["scan", "--n", "12", "--n-microbatches", "3"]) == 0
-    assert "3 chunks of 4 rows" in capsys.readouterr().out
+def test_options_are_the_arguments_of_its_main_and_hyphens_will_do(capsys):
+    assert main(["pretrain-lm", "--vocabulary", "20", "--width", "4", "--micro-steps", "2"]) == 0
+    assert "step   2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_listing())
         return DONE
     name, *options = arguments
+    name = name.replace("-", "_")
     if name not in RECIPES:
         return _failed(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}", BAD_USAGE)
     try:
