@@ -15,3 +15,11 @@ def agree(what: str, difference: float, allowed: float) -> bool:
     verdict = "they agree" if agreed else "they do NOT agree"
     print(f"largest difference in {what}: {difference:.1e}, {allowed:.0e} is allowed: {verdict}")
     return agreed
+
+
+def steps_agree(before: float, pieces: str, accumulated: float, full: float) -> bool:
+    """Say what error a step on pieces leaves beside one on the full batch, and whether they agree."""
+    print(f"mean squared error before the step   {before:.7f}")
+    print(f"after one on {pieces}   {accumulated:.7f}")
+    print(f"after one on all rows at once   {full:.7f}")
+    return agree("the error after it, over its size", abs(accumulated - full) / full, ALLOWED["float32"])

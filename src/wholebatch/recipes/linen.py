@@ -19,7 +19,7 @@ from jax import numpy as jnp
 
 from wholebatch.jax import grad
 
-from ._agreement import ALLOWED, agree
+from ._agreement import steps_agree
 from ._joined import joined
 
 __all__ = ["grad_accumulation_step", "main"]
@@ -83,11 +83,7 @@ def main(*, micro_batches: int = 2, rows: int = 8, features: int = 3, lr: float 
     before, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, x, y)
     state = state.apply_gradients(grads=grads)
     full = loss_fn(state.params, state.apply_fn, x, y).item()
-
-    print(f"mean squared error before the step   {before:.7f}")
-    print(f"after one with {micro_batches} micro-batches of {rows} rows   {accumulated:.7f}")
-    print(f"after one with all {micro_batches * rows} rows at once   {full:.7f}")
-    return agree("the error after it, over its size", abs(accumulated - full) / full, ALLOWED["float32"])
+    return steps_agree(before.item(), f"{micro_batches} micro-batches of {rows} rows", accumulated, full)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from wholebatch.jax.nnx import value_and_grad
 
-from ._agreement import ALLOWED, agree
+from ._agreement import steps_agree
 from ._joined import joined
 
 __all__ = ["grad_accumulation_step", "main"]
@@ -78,11 +78,7 @@ def main(*, rows_a: int = 8, rows_b: int = 5, d_in: int = 3, d_out: int = 2, lr:
     before, grads = nnx.value_and_grad(loss_fn)(model, x, y)
     optimizer.update(model, grads)
     full = loss_fn(model, x, y).item()
-
-    print(f"mean squared error before the update   {before:.7f}")
-    print(f"after one with micro-batches of {rows_a} and {rows_b} rows   {accumulated:.7f}")
-    print(f"after one with all {rows_a + rows_b} rows at once   {full:.7f}")
-    return agree("the error after it, over its size", abs(accumulated - full) / full, ALLOWED["float32"])
+    return steps_agree(before.item(), f"micro-batches of {rows_a} and {rows_b} rows", accumulated, full)
 
 
 if __name__ == "__main__":
