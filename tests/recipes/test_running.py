@@ -75,6 +75,10 @@ def test_what_goes_wrong_is_one_line(capsys, arguments, code, message):
     assert said.err.count("\n") == 1
 
 
+def test_what_is_no_recipe_is_no_attribute():
+    assert not hasattr(recipes, "keras")
+
+
 def test_ctrl_c_is_said_in_one_line(capsys, monkeypatch):
     from wholebatch.recipes import scan
 
@@ -104,11 +108,11 @@ def test_a_module_runs_by_itself(capsys, monkeypatch):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_importing_them_loads_their_own_framework_alone(framework):
     code = f"""
-import importlib, sys
+import sys
 import wholebatch.recipes
 assert not {{"torch", "jax"}} & set(sys.modules), "the list alone needs none"
 for name in {FRAMEWORKS[framework]}:
-    importlib.import_module("wholebatch.recipes." + name)
+    assert callable(getattr(wholebatch.recipes, name).main)
 assert {{"torch", "jax"}} & set(sys.modules) == {{"{framework}"}}
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

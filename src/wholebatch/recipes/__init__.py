@@ -6,6 +6,9 @@
 Each is a module of its own, which imports only its own framework.
 """
 
+import importlib
+from types import ModuleType
+
 RECIPES = {
     "linen": "Flax Linen: one step of a TrainState on several micro-batches",
     "nnx": "Flax NNX: one update in place on two micro-batches",
@@ -16,3 +19,10 @@ RECIPES = {
 """What each recipe shows, by the name of its module."""
 
 __all__ = ["RECIPES"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A recipe is imported by those who name it."""
+    if name in RECIPES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
