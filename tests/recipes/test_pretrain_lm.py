@@ -22,7 +22,8 @@ def test_a_line_at_each_weight_update_and_the_weights_of_whole_batches(capsys):
     assert main()
     said = capsys.readouterr().out
     assert updates_said(said) == [4, 8, 12, 16, 20]
-    assert "5 updates; whole batches had 32 sequences, micro-batches 8" in said
+    assert "5 updates, 8 sequences at a time" in said
+    assert "5 updates, whole batches of 32" in said
     assert "1e-12 is allowed: they agree" in said
 
 
@@ -37,7 +38,7 @@ def test_every_number_is_an_option(capsys):
     )
     said = capsys.readouterr().out
     assert updates_said(said) == [3, 6, 8], "the last window holds what is left"
-    assert "whole batches had 9 sequences, micro-batches 3" in said
+    assert "3 updates, whole batches of 9" in said
 
 
 def test_updates_are_those_of_whole_batches_and_training_moves_the_weights():

@@ -66,6 +66,7 @@ def test_the_exit_code_says_that_results_do_not_agree(monkeypatch):
         (["nope"], 2, "there is no recipe 'nope'; there are linen, nnx, torch_loop, scan, pretrain_lm"),
         (["scan", "--n", "10"], 2, "10 rows cannot be cut into 8 equal chunks: give a number that divides them"),
         (["torch_loop", "--micro-batch-size", "-1"], 3, "RuntimeError: "),
+        (["torch_loop", "--lr", "1e38", "--num-samples", "32"], 3, "term 'loss' of piece 1 of 1 is "),
     ],
 )
 def test_what_goes_wrong_is_one_line(capsys, arguments, code, message):

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return DONE if recipe(**vars(_parser(name, recipe).parse_args(options))) else NO
     except WholeBatchError as error:
-        return _failed(str(error), BAD_USAGE)
+        return _failed(str(error), BAD_USAGE if isinstance(error, ValueError) else FAILURE)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except Exception as error:

@@ -37,7 +37,7 @@ class LanguageModel(nn.Sequential):
 def pretrain(
     model: nn.Module, micro_batches: Iterable[Tensor] | Tensor, lr: float, accumulation_steps: int
 ) -> list[tuple[int, float]]:
-    """Pre-train with one update for every few micro-batches; the micro-step and the loss of each.
+    """Pre-train with one update for every few micro-batches, and print a line at each.
 
     Args:
         model: predicts the next token of each.
@@ -45,9 +45,13 @@ def pretrain(
         lr: the learning rate of Adam.
         accumulation_steps: micro-batches for an update; the last one may have fewer.
 
+    Returns:
+        The micro-step and the loss of each update.
+
     >>> ids = torch.randint(50, (6, 2, 5))
-    >>> [step for step, loss in pretrain(LanguageModel(50, 8), ids, 1e-3, accumulation_steps=4)]
-    [4, 6]
+    >>> updates = pretrain(LanguageModel(50, 8), ids, 1e-3, accumulation_steps=4)  # doctest: +ELLIPSIS
+    step   4   loss ...
+    step   6   loss ...
     """
 
     def loss_fn(ids: Tensor) -> object:
@@ -58,14 +62,25 @@ def pretrain(
     micro_step, updates = 0, []
     for window in windows(micro_batches, accumulation_steps):
         micro_step += len(window)
-        updates.append((micro_step, accumulator.step(loss_fn, window, optimizer).loss.item()))
+        loss = accumulator.step(loss_fn, window, optimizer).loss.item()
+        print(f"step {micro_step:3}   loss {loss:.6f}")
+        updates.append((micro_step, loss))
     if not updates:
         raise BatchError("there are no micro-batches to pre-train on")
     return updates
 
 
-def pretrain_on_whole_batches(model: nn.Module, batches: Iterable[Tensor], lr: float) -> list[float]:
-    """The same in plain PyTorch, on batches that fit; the loss of each update."""
+def pretrain_on_whole_batches(model: nn.Module, batches: Iterable[Tensor] | Tensor, lr: float) -> list[float]:
+    """The same in plain PyTorch, on batches that fit; the loss of each update.
+
+    Args:
+        model: as for `pretrain`.
+        batches: token ids of shape (sequences, length), one for each update.
+        lr: as for `pretrain`.
+
+    >>> len(pretrain_on_whole_batches(LanguageModel(50, 8), torch.randint(50, (3, 8, 5)), 1e-3))
+    3
+    """
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=lr), []
     for ids in batches:
         loss = functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -109,9 +124,8 @@ def main(
     updates = pretrain(model, ids, lr, accumulation_steps)
     whole = [window.flatten(0, 1) for window in ids.split(accumulation_steps)]
     losses = pretrain_on_whole_batches(twin, whole, lr)
-    for (micro_step, loss), whole_loss in zip(updates, losses, strict=True):
-        print(f"step {micro_step:3}   loss {loss:.6f}   whole batch {whole_loss:.6f}")
-    print(f"{len(updates)} updates; whole batches had {len(whole[0])} sequences, micro-batches {micro_batch_size}")
+    print(f"{len(updates)} updates, {micro_batch_size} sequences at a time; last loss {updates[-1][1]:.6f}")
+    print(f"{len(losses)} updates, whole batches of {len(whole[0])}; last loss {losses[-1]:.6f}")
     # Adam divides a gradient by its own size: where it nearly vanishes, rounding becomes a part of a step
     allowed = lr / 100 if dtype == "float32" else ALLOWED[dtype]
     return agree("the weights", largest_difference(model, twin), allowed)

@@ -25,7 +25,7 @@ __all__ = ["create_data", "main", "train_standard", "train_with_accumulation", "
 Data = Sequence[tuple[Tensor, Tensor]]
 
 
-def create_data(num_samples: int, d_in: int, d_out: int, micro_batch_size: int) -> Data:
+def create_data(num_samples: int, d_in: int, d_out: int, micro_batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Random rows and their classes, from torch's generator, in micro-batches of which the last may be short.
 
     Args:
@@ -52,6 +52,10 @@ def train_standard(
         lr: the learning rate of SGD.
         epochs: how often the data is read.
         max_norm: clip each gradient to this norm.
+
+    >>> losses = train_standard(nn.Linear(3, 2), create_data(10, 3, 2, 4), 0.1, epochs=2)
+    >>> len(losses)
+    2
     """
     return _train(model, data, lr, epochs, max_norm=max_norm)
 
@@ -68,6 +72,10 @@ def train_with_accumulation(
         epochs: how often the data is read.
         accumulation_steps: micro-batches for a step; an epoch's last step may have fewer.
         max_norm: clip each step's gradient to this norm.
+
+    >>> losses = train_with_accumulation(nn.Linear(3, 2), create_data(10, 3, 2, 4), 0.1, 1, accumulation_steps=2)
+    >>> len(losses)
+    1
     """
     return _train(model, data, lr, epochs, max_norm=max_norm, accumulation_steps=accumulation_steps)
 
@@ -84,6 +92,10 @@ def train_with_accumulation_and_amp(
         epochs: as for `train_with_accumulation`.
         accumulation_steps: as for `train_with_accumulation`.
         max_norm: as for `train_with_accumulation`; gradients are unscaled before.
+
+    >>> losses = train_with_accumulation_and_amp(nn.Linear(3, 2), create_data(10, 3, 2, 4), 0.1, 1, 2)
+    >>> len(losses)
+    1
     """
     device = next(model.parameters()).device.type
     # torch's own first scale, 2^16, overflows float16 where a gradient reaches 1, and skips steps until it has shrunk
@@ -109,7 +121,7 @@ def _train(model: nn.Module, data: Data, lr: float, epochs: int, **options: Any)
     return train(model, data, optimizer, loss_fn, epochs=epochs, progress=False, **options).epoch_losses
 
 
-def whole_batches(data: Data, accumulation_steps: int) -> Data:
+def whole_batches(data: Data, accumulation_steps: int) -> list[tuple[Tensor, Tensor]]:
     """The batches that windows of micro-batches make.
 
     >>> [len(x) for x, y in whole_batches(create_data(10, 3, 2, 4), 2)]
