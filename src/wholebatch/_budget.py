@@ -61,7 +61,7 @@ class Plan:
             return self.curve[self.rows]
         return between(self.curve, self.rows, micro_batch_size)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The plan for programs."""
         names = ("micro_batch_size", "num_micro_batches", "predicted_peak", "memory", "rows")
         return {name: getattr(self, name) for name in names} | {

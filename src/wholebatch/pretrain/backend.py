@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .._budget import Plan
 from .._plan import balanced
 from .._report import Report
 from .errors import BackendMissing
@@ -91,7 +92,7 @@ class Planned:
     """What was predicted before the first step.
 
     Args:
-        micro_batch_size: the most rows that fit the budget.
+        micro_batch_size: rows of the largest piece.
         curve: bytes at the peak, by micro-batch size; the last is for the whole batch.
     """
 
@@ -121,8 +122,13 @@ def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
     return backend
 
 
-def sizes_of_curve(batch_size: int, micro_batch_size: int) -> list[int]:
-    """The micro-batch sizes to predict memory for: powers of two, the one in use, and the whole batch."""
-    powers = [1 << i for i in range(batch_size.bit_length()) if 1 << i < batch_size]
-    in_use = balanced(batch_size, micro_batch_size=micro_batch_size)[0]
-    return sorted({*powers, in_use, batch_size})
+def planned(whole: Plan, wanted: int | None) -> Planned:
+    """What a plan says of the sizes that people may ask about.
+
+    Args:
+        whole: the library's.
+        wanted: the micro-batch size that was asked for; None for the plan's own.
+    """
+    size = balanced(whole.rows, micro_batch_size=wanted or whole.micro_batch_size)[0]
+    powers = [1 << i for i in range(whole.rows.bit_length()) if 1 << i < whole.rows]
+    return Planned(size, {rows: whole.peak(rows) for rows in sorted({*powers, size, whole.rows})})

@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from .. import Mean, NonFiniteError
 from .._plan import balanced
 from .._report import Report
-from ..jax import check, value_and_grad
+from ..jax import check, plan, value_and_grad
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped
 from .nnx_model import GPT, from_shared, to_shared
 from .ranks import Ranks
@@ -106,7 +106,10 @@ class JaxBackend:
             return check(partial(loss_fn, key=None), params, _rows(rows))
 
     def plan(self, rows: Rows, memory: int) -> Planned:
-        return Planned(min(8, len(rows)), {min(8, len(rows)): 1 << 26, len(rows): 1 << 29})  # TEMPORARY
+        with self._precisely():
+            loss_fn = partial(self._loss_fn, key=None)
+            whole = plan(loss_fn, self._params, _rows(rows), memory=memory, optimizer=self._optimizer)
+        return planned(whole, self._settings.micro_batch_size)
 
     def peak_memory(self) -> int | None:
         return self._peak

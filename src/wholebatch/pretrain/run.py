@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._plan import balanced
 from . import loop, tokenizer
 from .backend import Backend, load, require
 from .checkpoints import Checkpoint
@@ -161,13 +160,8 @@ def _refuse_other_settings(settings: Settings, folder: Folder, saved: Checkpoint
 def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -> Facts:
     """What is found out once and holds for the whole run; a micro-batch that changed would change the last bits."""
     share = np.array_split(loop.rows_of_step(settings, corpus, 1), ranks.size)[0]
-    planned = ranks.from_first(
-        backend.plan(share, settings.memory if settings.micro_batch_size is None else UNLIMITED)
-        if ranks.first
-        else None
-    )
-    size = settings.micro_batch_size or planned.micro_batch_size
-    size = balanced(len(share), micro_batch_size=size)[0]
+    memory = settings.memory if settings.micro_batch_size is None else UNLIMITED
+    planned = ranks.from_first(backend.plan(share, memory) if ranks.first else None)
     frameworks = {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[settings.backend]
     return {
         "settings": settings.as_dict(),
@@ -179,7 +173,7 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         "parameters": sum(int(np.prod(shape)) for shape in shapes(settings, corpus.tokenizer.size).values()),
         "ranks": ranks.size,
         "device": backend.device,
-        "micro_batch_size": size,
+        "micro_batch_size": planned.micro_batch_size,
         "memory_by_rows": {str(rows): peak for rows, peak in planned.curve.items()},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in frameworks}},
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import Mean
 from .._report import Report
 from ..torch import Accumulator, check, evaluate, plan, token_mean
-from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, sizes_of_curve
+from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
 from .ranks import Ranks
 from .sampling import DROPOUT, Rows, random_of
 from .settings import Settings
@@ -110,8 +110,7 @@ class TorchBackend:
         whole = plan(
             self._model, self._loss_fn(self._model), torch.from_numpy(rows), memory=memory, optimizer=self._optimizer
         )
-        sizes = sizes_of_curve(len(rows), self._settings.micro_batch_size or whole.micro_batch_size)
-        return Planned(whole.micro_batch_size, {size: whole.peak(size) for size in sizes})
+        return planned(whole, self._settings.micro_batch_size)
 
     def peak_memory(self) -> int | None:
         return self._peak.bytes
