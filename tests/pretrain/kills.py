@@ -25,8 +25,10 @@ def train(arguments: list[str]) -> None:
     from wholebatch import cli
 
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")
-    os._exit(cli.run(["train", *arguments]))
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        code = cli.run(["train", *arguments])
+    os._exit(code)
 
 
 def survive(kills: int, place: Path, steps: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def test_a_folder_that_holds_another_run(train):
 
 
 def test_a_run_is_not_removed_for_one_that_cannot_begin(train, tmp_path):
-    folder = train().folder
+    train()
     assert train("--overwrite", data=tmp_path / "missing").code == 2
     assert train("--overwrite", "--heads", 3).code == 2
     assert "files are as they were written" in train("--resume", tiny=False).out

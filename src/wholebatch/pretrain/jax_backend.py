@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
-import optax  # type: ignore[import-untyped]
+import optax
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
@@ -19,7 +19,7 @@ from .. import Mean, NonFiniteError
 from .._plan import balanced
 from .._report import Report
 from ..jax import check, plan, value_and_grad
-from .backend import BETAS, DECAY, EPS, Planned, State, Stepped
+from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
 from .nnx_model import GPT, from_shared, to_shared
 from .ranks import Ranks
 from .sampling import Rows
