@@ -1,6 +1,6 @@
 """Kill a run at random moments and resume it, until it is done; it has to end with the bits of one that was not killed.
 
-    python tests/pretrain/kills.py [KILLS]
+python tests/pretrain/kills.py [KILLS]
 """
 
 import multiprocessing
@@ -42,7 +42,9 @@ def survive(kills: int, place: Path, steps: int) -> tuple[int, int]:
     options = [*TINY, "--steps", str(steps), "--checkpoint-every", "5", "--validate-every", "7", "--data"]
     options += [str(write_text(place / "text.txt")), "--cache", str(place / "cache"), "--dropout", "0.1"]
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["wholebatch.pretrain.run", "wholebatch.pretrain.torch_backend", "wholebatch.cli.train"])
+    processes.set_forkserver_preload(
+        ["wholebatch.pretrain.run", "wholebatch.pretrain.torch_backend", "wholebatch.cli.train"]
+    )
     draw = random.Random(0)
 
     def live(*arguments: str):

@@ -82,8 +82,12 @@ def command(
         ended = run(Request(given, out, cache or default_cache(), resume, overwrite, compare), screen)
     finally:
         screen.stop()
+    if not ended.told:
+        return INTERRUPTED if ended.how == "interrupted" else DONE
     if ended.how == "interrupted":
-        again = shlex.join(["wholebatch", "train", "--out", str(out), "--resume"])
+        again = shlex.join(
+            ["wholebatch", "train", "--out", str(out), *(["--cache", str(cache)] if cache else []), "--resume"]
+        )
         text = f"interrupted: step {ended.step} is saved; continue with\n\n    {again}"
         say(text, as_json, {"how": ended.how, "step": ended.step, "resume": again})
         return INTERRUPTED

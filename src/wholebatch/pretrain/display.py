@@ -27,6 +27,9 @@ class Screen:
     def say(self, lines: Lines) -> None:
         """Facts with their names."""
 
+    def note(self, message: str) -> None:
+        """Something that takes a moment is about to begin."""
+
     def warn(self, message: str) -> None:
         """Something that a person should know, though the run goes on."""
 
@@ -60,6 +63,9 @@ class Plain(Screen):
         for name, text in lines:
             print(f"{name:<11} {text}", file=self._stream)
         print(file=self._stream, flush=True)
+
+    def note(self, message: str) -> None:
+        print(message, file=self._stream, flush=True)
 
     def warn(self, message: str) -> None:
         print(f"wholebatch: {message}", file=sys.stderr)
@@ -104,6 +110,9 @@ class Picture(Screen):
             table.add_row(name, Text(text))
         self._console.print(table)
         self._console.print()
+
+    def note(self, message: str) -> None:
+        self._console.print(Text(message, style="dim"))
 
     def warn(self, message: str) -> None:
         self._console.print(Text(f"wholebatch: {message}", style="yellow"))

@@ -32,6 +32,8 @@ class Ranks:
         if self.size > 1:
             import torch
 
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.local_rank)
             torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         return self
 

@@ -1,5 +1,6 @@
 """A run, from data to report: corpus → model → micro-batch that fits → steps → what came of it."""
 
+import dataclasses
 import platform
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,61 +61,70 @@ class Ended:
         step: the last step that was saved.
         summary: what came of it, if it was done.
         verified: how many files were.
+        told: False on all ranks but the first, which tells.
     """
 
     how: Literal["done", "verified", "interrupted"]
     step: int
     summary: Facts
     verified: int = 0
+    told: bool = True
 
 
 def run(request: Request, screen: Screen) -> Ended:
     """Train from the beginning, or from where it was, to the end or until it is interrupted."""
     with Ranks(request.given.get("backend", "torch")) as ranks:
-        screen = screen if ranks.first else Screen()
-        folder = Folder(request.out)
-        saved = ranks.from_first(_open(folder, request, screen) if ranks.first else None)
-        settings = Settings.of(request.given, saved and saved.facts["settings"])
-        require(settings.backend)
-        if saved:
-            _refuse_other_settings(settings, folder, saved)
-            if saved.step == settings.steps and folder.is_sealed and not request.compare:
-                return Ended("verified", saved.step, folder.read_summary(), folder.verify())
+        ended = _run(request, screen if ranks.first else Screen(), ranks)
+        return dataclasses.replace(ended, told=ranks.first)
 
-        corpus = _corpus(settings, request.cache, folder, saved, ranks)
-        backend = load(settings, corpus.tokenizer.size, ranks)
-        facts = saved.facts if saved else _facts(settings, corpus, backend, ranks)
-        backend.use(facts["micro_batch_size"])
-        if saved:
-            backend.load(saved.state())
-        else:
-            facts["loss_before"] = backend.evaluate(loop.validation_rows(settings, corpus))
-        done = saved.step if saved else 0
-        ranks.from_first(None)  # all have read what the first will soon replace
 
-        screen.start(beginning(facts, done), settings.steps, done)
-        if ranks.first:
-            folder.prepare(anew=not saved)
-        with (
-            Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
-            if ranks.first
-            else nullcontext() as writer,
-            loop.Interruption() as interruption,
+def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
+    folder = Folder(request.out)
+    saved = ranks.from_first(_open(folder, request, screen) if ranks.first else None)
+    settings = Settings.of(request.given, saved and saved.facts["settings"])
+    require(settings.backend)
+    if saved:
+        _refuse_other_settings(settings, folder, saved)
+        if saved.step == settings.steps and folder.is_sealed and not request.compare:
+            return Ended("verified", saved.step, folder.read_summary(), folder.verify())
+
+    screen.note("reading the text ...")
+    corpus = _corpus(settings, request.cache, folder, saved, ranks)
+    backend = load(settings, corpus.tokenizer.size, ranks)
+    if not saved:
+        screen.note("finding out how much memory a step needs ...")
+    facts = saved.facts if saved else _facts(settings, corpus, backend, ranks)
+    backend.use(facts["micro_batch_size"])
+    if saved:
+        backend.load(saved.state())
+    else:
+        facts["loss_before"] = backend.evaluate(loop.validation_rows(settings, corpus))
+    done = saved.step if saved else 0
+    ranks.from_first(None)  # all have read what the first will soon replace
+
+    screen.start(beginning(facts, done), settings.steps, done)
+    if ranks.first:
+        folder.prepare(anew=not saved)
+    with (
+        Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
+        if ranks.first
+        else nullcontext() as writer,
+        loop.Interruption() as interruption,
+    ):
+        if writer and not saved:
+            _keep_tokenizer(corpus.tokenizer, folder)
+            writer.save(0)
+        for record in loop.train(
+            settings, backend, corpus, done=done, micro_batch_size=facts["micro_batch_size"], writer=writer
         ):
-            if writer and not saved:
-                _keep_tokenizer(corpus.tokenizer, folder)
-                writer.save(0)
-            for record in loop.train(
-                settings, backend, corpus, done=done, micro_batch_size=facts["micro_batch_size"], writer=writer
-            ):
-                done = record["step"]
-                screen.step(record)
-                if ranks.any(interruption.requested) and done < settings.steps:
-                    if writer:
-                        writer.save(done)
-                    return Ended("interrupted", done, facts)
-        screen.stop()
-        return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
+            done = record["step"]
+            screen.step(record)
+            if ranks.any(interruption.requested) and done < settings.steps:
+                if writer:
+                    writer.save(done)
+                return Ended("interrupted", done, facts)
+    screen.stop()
+    return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
 
 
 def _open(folder: Folder, request: Request, screen: Screen) -> Checkpoint | None:
