@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from tiny import STEPS, TINY, write_text
+from tiny import STEPS, TINY, remember_plans, write_text
 
 from wholebatch import cli
 from wholebatch.pretrain.torch_backend import TorchBackend
@@ -16,16 +16,7 @@ def text(tmp_path):
 
 @pytest.fixture(autouse=True)
 def planned_once(monkeypatch):
-    """What a plan says depends on sizes alone, and takes longer than all the rest."""
-    monkeypatch.setattr(TorchBackend, "plan", lambda self, rows, memory: _plan(self, rows, memory))
-
-
-def _plan(backend, rows, memory, found={}, real=TorchBackend.plan):  # noqa: B006 - it shall be kept
-    settings = backend._settings
-    sizes = (rows.shape, memory, settings.width, settings.micro_batch_size, settings.precision)
-    if sizes not in found:
-        found[sizes] = real(backend, rows, memory)
-    return found[sizes]
+    remember_plans(monkeypatch, TorchBackend)
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ class JaxBackend:
                 self._peak = _bytes_of(self._step)
             self._params, self._moments, self._scale, loss, norm = self._step(*args)
         stepped = math.isfinite(norm)
-        if not math.isfinite(loss) or not (stepped or self._half):
+        if not (self._half or (stepped and math.isfinite(loss))):
             raise NonFiniteError(f"step {step}: the loss is {float(loss):g} and the gradient norm {float(norm):g}")
         return Stepped(float(loss), float(norm), stepped)
 
@@ -147,8 +147,10 @@ class JaxBackend:
     ) -> tuple[Any, Any, tuple[Array, Array], Array, Array]:
         factor, good = scale
 
-        def scaled(params: Any, rows: Array, key: Array) -> Mean:
-            return factor * self._loss_fn(params, rows, key)
+        def scaled(params: Any, rows: Array, key: Array) -> Array:
+            """All rows have as many tokens, so this is a mean over rows; a sum of tokens would overflow sooner."""
+            mean: Array = factor * self._loss_fn(params, rows, key).value
+            return mean
 
         whole = value_and_grad(scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,))
         loss, gradients = whole(params, rows, key)
@@ -167,7 +169,7 @@ class JaxBackend:
         return new_params, new_moments, scale, loss / factor, norm
 
     def _update(self, gradients: Any, params: Any, moments: Any, rate: Array) -> tuple[Any, Any, Array]:
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         clip = jnp.minimum(1.0, self._settings.max_norm / (norm + 1e-6))  # as PyTorch clips
         clipped = jax.tree.map(lambda gradient: gradient * clip, gradients)
         updates, moments = self._optimizer.update(clipped, moments, params)
