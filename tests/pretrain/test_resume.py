@@ -6,8 +6,9 @@ import shutil
 import signal
 
 import pytest
-from tiny import STEPS, everything, newest, records
+from tiny import STEPS, TINY, everything, newest, records, write_text
 
+from wholebatch import cli
 from wholebatch.pretrain import loop
 
 
@@ -30,6 +31,24 @@ def at_step(monkeypatch):
         monkeypatch.setattr(loop, "learning_rate", watched)
 
     return put
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that is done, to be copied."""
+    place = tmp_path_factory.mktemp("finished")
+    options = [
+        *TINY,
+        *STEPS,
+        "--data",
+        write_text(place / "text.txt"),
+        "--cache",
+        place / "cache",
+        "--out",
+        place / "run",
+    ]
+    assert cli.run(["train", *map(str, options)]) == 0
+    return place
 
 
 def die():
@@ -85,9 +104,10 @@ def test_a_run_that_is_done_is_verified(train):
     assert "files are as they were written" in ran.out
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "report.html", "summary.json"])
-def test_a_run_that_is_done_and_changed_is_told(train, file):
-    changed = train().folder / file
+@pytest.mark.parametrize("file", ["metrics.jsonl", "report.html", "summary.json", "tokenizer.json"])
+def test_a_run_that_is_done_and_changed_is_told(train, finished, tmp_path, file):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    changed = tmp_path / "run" / file
     changed.write_text(changed.read_text() + " ")
     ran = train("--resume", tiny=False)
     assert ran.code == 3
@@ -106,16 +126,17 @@ def edited(path):
 
 @pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", [truncated, edited, os.remove], ids=["truncated", "edited", "gone"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, file, damage):
-    whole = everything(train().folder)
-    path = newest(train("--overwrite").folder)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, finished, tmp_path, file, damage):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = newest(tmp_path / "run")
     damage(path / file)
     ran = train("--resume", tiny=False)
     assert ran.code == 0
-    assert f"{path.name}" in ran.error
-    assert "using the checkpoint before it" in ran.error
+    assert ran.error.startswith(f"wholebatch: {path}/")
+    assert "is damaged" in ran.error
+    assert ran.error.endswith("using the checkpoint before it")
     assert "after step 4" in ran.out
-    assert everything(ran.folder) == whole
+    assert everything(ran.folder) == everything(finished / "run")
 
 
 def test_where_no_sound_checkpoint_is_left_the_run_ends(train):
@@ -148,7 +169,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(train, at_step, mo
     ran = train()
     assert ran.code == 130
     assert "step 3 is saved" in ran.out
-    assert f"wholebatch train --out {ran.folder} --resume" in ran.out
+    assert f"wholebatch train --out {ran.folder} --cache {ran.folder.parent / 'cache'} --resume" in ran.out
     monkeypatch.undo()
     assert everything(train("--resume", tiny=False).folder) == everything(whole)
 
