@@ -50,27 +50,39 @@ class Arguments:
         self._refuse_overlap()
         self.differentiated = tuple(self._arrays_to_differentiate(i) for i in self._diff_at)
         self.keys = tuple(args[i] for i in self._keys_at)
-        self._leaves, self._tree = jax.tree.flatten(self._given_batch())
-        self._cut = [bool(getattr(leaf, "shape", ())) for leaf in self._leaves]
         self.rows = self._shared_rows()
+        placed = [None if i in (*self._diff_at, *self._keys_at) else arg for i, arg in enumerate(args)]
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path((placed, kwargs))
+        self._leaves = [leaf for _, leaf in leaves]
+        self._cut = [bool(getattr(leaf, "shape", ())) and self._in_batch(path) for path, leaf in leaves]
+        self._whole = [isinstance(leaf, Array) and not cut for (_, leaf), cut in zip(leaves, self._cut, strict=True)]
         self.batch = [jnp.asarray(leaf) for leaf, cut in zip(self._leaves, self._cut, strict=True) if cut]
+        self.whole = [leaf for leaf, whole in zip(self._leaves, self._whole, strict=True) if whole]
 
     def call(
-        self, fun: Callable[..., Any], differentiated: tuple[Tree, ...], batch: list[Array], keys: tuple[Tree, ...]
+        self,
+        fun: Callable[..., Any],
+        differentiated: tuple[Tree, ...],
+        batch: list[Array],
+        keys: tuple[Tree, ...],
+        whole: list[Array],
     ) -> Any:
         """`fun` with these in the places of what was given."""
-        rows = iter(batch)
-        leaves = [next(rows) if cut else leaf for leaf, cut in zip(self._leaves, self._cut, strict=True)]
-        positional, by_name = jax.tree.unflatten(self._tree, leaves)
-        args = list(self._args)
-        for places, values in (
-            (self._diff_at, differentiated),
-            (self._keys_at, keys),
-            (self._batch_at, positional),
-        ):
+        rows, as_they_are = iter(batch), iter(whole)
+        leaves = [
+            next(rows) if cut else next(as_they_are) if whole else leaf
+            for leaf, cut, whole in zip(self._leaves, self._cut, self._whole, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        for places, values in ((self._diff_at, differentiated), (self._keys_at, keys)):
             for i, value in zip(places, values, strict=True):
                 args[i] = value
-        return fun(*args, **{**self._kwargs, **by_name})
+        return fun(*args, **kwargs)
+
+    def _in_batch(self, path: tuple[Any, ...]) -> bool:
+        """Whether what is at this path of the positional arguments and of those by name is cut."""
+        where, argument = path[0].idx, path[1]
+        return argument.key in self._batch_names if where else argument.idx in self._batch_at
 
     def _given_batch(self) -> Tree:
         missing = [name for name in self._batch_names if name not in self._kwargs]
