@@ -114,7 +114,8 @@ class DevicesAlong:
             check_vma=False,
         )
         same, by_device = map(iter, jax.jit(mapped)(differentiated, batch, others))
-        return jax.tree.unflatten(tree, [next(by_device if flag else same) for flag in own])
+        whole = jax.tree.unflatten(tree, [next(by_device if flag else same) for flag in own])
+        return whole._replace(gradients=jax.tree.map(self._sharded_as, whole.gradients, differentiated))
 
     def sum(self, tree: Tree) -> Tree:
         return lax.psum(tree, self._axes)  # type: ignore[no-untyped-call]
@@ -122,6 +123,15 @@ class DevicesAlong:
     def own_keys(self, keys: Tree) -> Tree:
         index = lax.axis_index(self._axes)
         return jax.tree.map(lambda leaf: fold_in_each(leaf, index), keys)
+
+    def _sharded_as(self, gradient: Array, parameter: Any) -> Array:
+        """As JAX would have it, where a parameter's type says that the data axis holds shards of it."""
+        sharding = jax.typeof(parameter).sharding
+        held = {name for names in sharding.spec for name in _names(names)}
+        if not held & set(self._axes):
+            return gradient
+        resharded: Array = jax.reshard(gradient, sharding)  # type: ignore[no-untyped-call]
+        return resharded
 
     def _refuse_rows_elsewhere(self, batch: list[Array]) -> None:
         """Explicit axes are part of an array's type: rows that are sharded over others would have to be moved."""
