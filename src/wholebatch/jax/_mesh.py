@@ -4,9 +4,6 @@
 
 The line runs on each device as it would on the only one: it is manual over the data axis, where nothing moves but what
 `Devices.sum` is given, and every other axis of the mesh stays what it was.
-
-Whether a value is the same on all devices is not left to JAX's types (`check_vma`): under them a loss that holds a scan
-of its own would have to know that it is sharded. Without them gradients are local, which is what a sum needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +11,15 @@ from typing import Any, Protocol
 
 import jax
 from jax import Array, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._errors import BatchError, OptionError, OptionTypeError
 from ._cut import Cut
 from ._keys import fold_in_each
+from ._manual import names_in, on_every_device, spec_of
 from ._tree import Tree
 
-Axis = str | Sequence[str]
+Axis = str | tuple[str, ...]
 
 Line = Callable[..., tuple[Any, Tree]]
 """Returns a tree of arrays, and flags (a tree prefix) of those that are a device's own and not the same on all."""
@@ -97,23 +95,16 @@ class DevicesAlong:
         own: list[bool] = []
         tree: Any = None
 
-        def on_device(*inputs: Any) -> tuple[list[Array], list[Array]]:
+        def on_device(inputs: Tree, batch: list[Array]) -> tuple[list[Array], list[Array]]:
             nonlocal own, tree
-            returned, flags = line(*inputs)
+            differentiated, others = inputs
+            returned, flags = line(differentiated, batch, others)
             leaves, tree = jax.tree.flatten(returned)
             own = jax.tree.leaves(jax.tree.broadcast(flags, returned))
             return _chosen(leaves, [not flag for flag in own]), _chosen(leaves, own)
 
-        everywhere, by_row = PartitionSpec(), PartitionSpec(self._axes)  # type: ignore[no-untyped-call]
-        mapped = jax.shard_map(
-            on_device,
-            mesh=self._mesh,
-            in_specs=(everywhere, by_row, everywhere),
-            out_specs=(everywhere, by_row),
-            axis_names=set(self._axes),
-            check_vma=False,
-        )
-        same, by_device = map(iter, jax.jit(mapped)(differentiated, batch, others))
+        mapped = on_every_device(on_device, self._axes, self._mesh)
+        same, by_device = map(iter, jax.jit(mapped)((differentiated, others), batch))
         whole = jax.tree.unflatten(tree, [next(by_device if flag else same) for flag in own])
         return whole._replace(gradients=jax.tree.map(self._sharded_as, whole.gradients, differentiated))
 
@@ -127,8 +118,7 @@ class DevicesAlong:
     def _sharded_as(self, gradient: Array, parameter: Any) -> Array:
         """As JAX would have it, where a parameter's type says that the data axis holds shards of it."""
         sharding = jax.typeof(parameter).sharding
-        held = {name for names in sharding.spec for name in _names(names)}
-        if not held & set(self._axes):
+        if not {name for entry in sharding.spec for name in names_in(entry)} & {*self._axes}:
             return gradient
         resharded: Array = jax.reshard(gradient, sharding)  # type: ignore[no-untyped-call]
         return resharded
@@ -136,7 +126,7 @@ class DevicesAlong:
     def _refuse_rows_elsewhere(self, batch: list[Array]) -> None:
         """Explicit axes are part of an array's type: rows that are sharded over others would have to be moved."""
         for leaf in batch:
-            rows = _names(jax.typeof(leaf).sharding.spec[0])
+            rows = names_in(spec_of(leaf)[0])
             if rows and rows != self._axes:
                 raise BatchError(
                     f"an array of the batch, {jax.typeof(leaf)}, has its rows sharded over {_quoted(rows)}, but "
@@ -156,7 +146,7 @@ def devices_for(data_axis: Axis | None, mesh: Mesh | AbstractMesh | None) -> Dev
     """
     if data_axis is None:
         return OneDevice()
-    axes = _names(data_axis)
+    axes = names_in(data_axis)
     if mesh is None:
         mesh = _mesh_around()
     if mesh.empty:
@@ -198,12 +188,6 @@ def _mesh_around() -> Mesh | AbstractMesh:
 
         return thread_resources.env.physical_mesh
     return mesh
-
-
-def _names(axes: Axis | None) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _quoted(names: Sequence[str]) -> str:
