@@ -71,6 +71,11 @@ class Graph:
             if isinstance(variable, nnx.BatchStat) and left[path].get_raw_value() is not variable.get_raw_value()
         ]
 
+    def written(self, before: State, after: State) -> State:
+        """The running statistics after a call, or none where it has not written any."""
+        kept = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        return nnx.State({}) if all(one is other for one, other in kept) else after
+
     def update(self, state: State, statistics: State) -> None:
         """Write both into the user's modules."""
         nnx.update(self._nodes, state, statistics)

@@ -19,7 +19,6 @@ from ._tree import Tree
 
 Names = tuple[str, ...]
 
-
 Function = Callable[[Tree, Tree], tuple[Tree, Tree]]
 """Takes and returns arrays that are the same on all devices, and arrays of which each device has its rows."""
 
@@ -52,22 +51,24 @@ def on_every_device(fun: Function, axes: Names, mesh: Mesh | AbstractMesh) -> Fu
             with use_abstract_mesh(_with_types(jax.sharding.get_abstract_mesh(), others, AxisType.Explicit)):
                 outputs = fun(*_resharded(inputs, given))
                 returned = jax.tree.map(spec_of, outputs)
-            return _resharded(outputs, _without_each(others, returned))
+            at_border: tuple[Tree, Tree] = _resharded(outputs, _without_each(others, returned))
+            return at_border
 
         with use_abstract_mesh(_abstract(border)):
             inputs = _resharded((same, rows), _without_each(others, (given[0], _by_row(axes, given[1]))))
             outputs = mapped(with_explicit_axes if others else fun)(*inputs)
-        if not others:
-            return outputs
-        with use_abstract_mesh(_abstract(mesh)):
-            return _resharded(outputs, (returned[0], _by_row(axes, returned[1])))
+        if others:
+            with use_abstract_mesh(_abstract(mesh)):
+                outputs = _resharded(outputs, (returned[0], _by_row(axes, returned[1])))
+        return outputs
 
     return typed if explicit else mapped(fun)
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
     """What an array's type says of its sharding, an entry for each of its axes; nothing but for explicit mesh axes."""
-    return jax.typeof(leaf).sharding.spec
+    spec: PartitionSpec = jax.typeof(leaf).sharding.spec
+    return spec
 
 
 def names_in(entry: str | Names | None) -> Names:

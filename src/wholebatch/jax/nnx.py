@@ -91,7 +91,7 @@ def value_and_grad(
                 if len(sizes) > 1:
                     judge(graph.statistics_seen((statistics, piece.state), left))
                 loss, reported = returned if has_aux else (returned, ())
-                return (loss, (reported, left[0])), left[1]
+                return (loss, (reported, graph.written(statistics, left[0]))), left[1]
 
             function = Function(of_piece, has_aux=True)
             own_state = with_own_keys(state, devices.own_keys)
