@@ -20,11 +20,8 @@ def over(devices, **cut):
 
 
 CUTS = {
-    "8 devices, even": (ROWS, over(8, micro_batch_size=16)),
     "4 devices, a remainder": (ROWS, over(4, micro_batch_size=20)),
     "8 devices with one row each": (8, over(8)),
-}
-OTHER_CUTS = {
     "2 devices, pieces": (ROWS, over(2, num_micro_batches=6)),
     "2 devices, one row each": (ROWS, over(2, micro_batch_size=2)),
     "4 devices, larger than the batch": (ROWS, over(4, micro_batch_size=64)),
@@ -33,24 +30,22 @@ OTHER_CUTS = {
 }
 
 
-@pytest.mark.parametrize(("rows", "cut"), CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_every_loss_form(loss, rows, cut):
-    assert_conforms(loss, rows, cut, STRUCTURES["dict"])
+def test_every_loss_form(loss):
+    assert_conforms(loss, ROWS, over(8, micro_batch_size=16), STRUCTURES["dict"])
 
 
-@pytest.mark.parametrize(("rows", "cut"), OTHER_CUTS.values(), ids=OTHER_CUTS)
+@pytest.mark.parametrize(("rows", "cut"), CUTS.values(), ids=CUTS)
 def test_every_cut(rows, cut):
-    for loss in ("mean over masked tokens", "one mean beside a scalar and a sum"):
-        assert_conforms(LOSSES[loss], rows, cut, STRUCTURES["dict"])
+    assert_conforms(LOSSES["one mean beside a scalar and a sum"], rows, cut, STRUCTURES["dict"])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.parametrize("structure", [STRUCTURES["named tuple"], STRUCTURES["nested"]], ids=["named tuple", "nested"])
 def test_every_structure(structure):
     assert_conforms(LOSSES["mean over masked tokens"], ROWS, over(4, micro_batch_size=20), structure)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(
     loss=st.sampled_from(sorted(LOSSES)),
     devices=st.sampled_from([2, 4, 8]),

@@ -69,9 +69,7 @@ def check(
     )
     rows = rows_to_use(arguments.rows, micro_batch_size)
     chosen = np.linspace(0, arguments.rows - 1, rows).round().astype(int)
-    args = arguments.call(
-        lambda *args: args, (params,), [leaf[chosen] for leaf in arguments.batch], arguments.keys, arguments.whole
-    )
+    args = arguments.call(lambda *args: args, (params,), [leaf[chosen] for leaf in arguments.batch], arguments.keys)
     cuts = cuts_to_try(rows, micro_batch_size and -(-rows // micro_batch_size))
     split = functools.partial(
         value_and_grad, fun, has_aux=has_aux, batch_argnums=batch_argnums, rng_argnums=rng_argnums
