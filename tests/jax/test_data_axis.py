@@ -214,6 +214,33 @@ def test_other_arguments_go_whole_to_each_device():
     assert_same(split, whole)
 
 
+@pytest.mark.parametrize("types", TYPES, ids=lambda t: t.name)
+def test_the_mesh_may_be_given_and_the_batch_lie_anywhere(types):
+    """Under `vmap` too, and beside a mesh axis that nothing uses."""
+    mesh, params, batch = make_mesh((4, 2), ("data", "model"), types), make_params(), make_batch(ROWS)
+    step = value_and_grad(loss_fn, data_axis="data", mesh=mesh, micro_batch_size=16)
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+    split = jax.jit(jax.vmap(step, in_axes=(0, None, None)))(two, *batch)
+    assert_same(jax.tree.map(lambda leaf: np.asarray(leaf)[1], split), jax.value_and_grad(loss_fn)(params, *batch))
+
+
+def test_other_axes_may_be_manual():
+    """Called inside a `jax.shard_map` over the model axis."""
+    mesh, params, batch = make_mesh((4, 2), ("data", "model")), make_params(), make_batch(ROWS)
+
+    def body(_):
+        return jax.tree.map(
+            lambda leaf: leaf[None], value_and_grad(loss_fn, data_axis="data", micro_batch_size=16)(params, *batch)
+        )
+
+    over_model = PartitionSpec("model")
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=over_model, out_specs=over_model, axis_names={"model"}, check_vma=False
+    )
+    split = jax.tree.map(lambda leaf: leaf[0], jax.jit(mapped)(jnp.ones(2)))
+    assert_same(split, jax.value_and_grad(loss_fn)(params, *batch))
+
+
 def test_it_can_be_differentiated_and_called_eagerly():
     mesh, params, batch = make_mesh((4, 2), ("data", "model")), make_params(), make_batch(ROWS)
     norm = lambda gradient: lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient(p, *batch)))  # noqa: E731
@@ -332,6 +359,11 @@ def inside_a_shard_map():
     return jax.jit(jax.shard_map(local, mesh=make_mesh(), **specs))(jnp.ones(8))
 
 
+def under_another_mesh():
+    with jax.set_mesh(make_mesh((4, 2), ("data", "model"))):
+        run(mesh=make_mesh())
+
+
 CALLS = [
     (lambda: run(), "data_axis='data' names an axis of a mesh, but there is no mesh: call this under jax.set_mesh"),
     (lambda: run(mesh=make_mesh(names=("x",))), "data_axis='data' is not an axis of the mesh, which has 'x'"),
@@ -351,6 +383,7 @@ CALLS = [
     (lambda: run(mesh=8), "mesh must be a jax.sharding.Mesh, got int"),
     (lambda: run(data_axis=0), "data_axis must be the name of a mesh axis, or several, got 0"),
     (lambda: run(data_axis=()), "data_axis must be the name of a mesh axis, or several, got \\(\\)"),
+    (under_another_mesh, "mesh= has the axes data=8, but this is called under jax.set_mesh of data=4, model=2"),
     (inside_a_shard_map, "data_axis='data' is manual here, inside of a jax.shard_map over it"),
 ]
 

@@ -162,6 +162,7 @@ class Keeping(nnx.Module):
 
     def __call__(self, x):
         def layer(carry, _):
+            jax.debug.callback(lambda seen: None, x.sum())  # as jax.debug.print does: nothing depends on it
             return (carry[0] * x.mean(), carry[1] + 1), None
 
         self.kept[...] = self.keep(self, x)

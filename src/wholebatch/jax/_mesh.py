@@ -147,8 +147,15 @@ def devices_for(data_axis: Axis | None, mesh: Mesh | AbstractMesh | None) -> Dev
     if data_axis is None:
         return OneDevice()
     axes = names_in(data_axis)
+    around = jax.sharding.get_abstract_mesh()
     if mesh is None:
-        mesh = _mesh_around()
+        mesh = _mesh_of_with_statement() if around.empty else around
+    elif not around.empty:
+        if around.shape != mesh.shape:
+            raise OptionError(
+                f"mesh= has the axes {_sized(mesh)}, but this is called under jax.set_mesh of {_sized(around)}"
+            )
+        mesh = around  # whose axes may be manual here
     if mesh.empty:
         raise OptionError(
             f"data_axis={_quoted(axes)} names an axis of a mesh, but there is no mesh: call this under "
@@ -180,14 +187,14 @@ def check_axis(data_axis: Any, mesh: Any) -> None:
         raise OptionTypeError(f"data_axis must be the name of a mesh axis, or several, got {data_axis!r}")
 
 
-def _mesh_around() -> Mesh | AbstractMesh:
-    """Of `jax.set_mesh`, or of `with mesh:`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        from jax._src.mesh import thread_resources  # nothing public tells of `with mesh:`
+def _mesh_of_with_statement() -> Mesh:
+    from jax._src.mesh import thread_resources  # nothing public tells of it
 
-        return thread_resources.env.physical_mesh
-    return mesh
+    return thread_resources.env.physical_mesh
+
+
+def _sized(mesh: Mesh | AbstractMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._errors import LossError
@@ -48,7 +49,7 @@ def refuse_what_differs(step: Callable[[State, Tree], State], state: State, own:
         return [[after[path].get_raw_value() for path in paths] for paths in (others, streams)]
 
     values = [[variables[path].get_raw_value() for path in paths] for paths in (others, streams)]
-    jaxpr = jax.make_jaxpr(left)(*values, own).jaxpr
+    jaxpr = _without_side_effects(jax.make_jaxpr(left)(*values, own).jaxpr)
     same = len(jax.tree.leaves(values[0]))
     kept = jaxpr.invars[same : same + len(streams)] == jaxpr.outvars[same:]
     named = [path for i, path in enumerate(others) if any(_inputs_used(jaxpr, i)[same:])]
@@ -70,6 +71,25 @@ def _with_keys(state: State, key: Callable[[tuple[Any, ...], Tree], Tree]) -> St
         }
     )
     return replaced
+
+
+def _without_side_effects(jaxpr: Any) -> Any:
+    """The program without what returns nothing, such as `jax.debug.print`: no state depends on it."""
+
+    def pure(parameter: Any) -> Any:
+        if isinstance(parameter, ClosedJaxpr):
+            return ClosedJaxpr(_without_side_effects(parameter.jaxpr), parameter.consts)
+        return _without_side_effects(parameter) if isinstance(parameter, Jaxpr) else parameter
+
+    equations = [
+        equation.replace(
+            params=jax.tree.map(pure, equation.params, is_leaf=lambda p: isinstance(p, Jaxpr | ClosedJaxpr)),
+            effects=frozenset(),
+        )
+        for equation in jaxpr.eqns
+        if equation.outvars
+    ]
+    return jaxpr.replace(eqns=equations, effects=frozenset())
 
 
 def _inputs_used(jaxpr: Any, output: int) -> list[bool]:
