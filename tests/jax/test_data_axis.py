@@ -21,7 +21,7 @@ ROWS = 48
 
 
 def make_mesh(shape=(8,), names=("data",), types=AxisType.Auto):
-    return jax.make_mesh(shape, names, axis_types=(types,) * len(names))
+    return jax.make_mesh(shape, names, axis_types=types if isinstance(types, tuple) else (types,) * len(names))
 
 
 def over_rows(mesh, batch):
@@ -140,12 +140,12 @@ def predict_explicitly(params, x, y):
     return jnp.mean((jnp.einsum("nh,h->n", hidden, params["out"], out_sharding=PartitionSpec(None)) - y) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("types", "fun"), [(AxisType.Auto, loss_fn), (AxisType.Explicit, predict_explicitly)], ids=["Auto", "Explicit"]
-)
-def test_data_and_tensor_parallel(types, fun):
+@pytest.mark.parametrize("model", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("data", TYPES, ids=lambda t: t.name)
+def test_data_and_tensor_parallel(data, model):
     """Tensor parallelism keeps its own collective, in each piece; gradients cross the data axis once."""
-    mesh, params, batch = make_mesh((4, 2), ("data", "model"), types), make_params(), make_batch(ROWS)
+    mesh, params, batch = make_mesh((4, 2), ("data", "model"), (data, model)), make_params(), make_batch(ROWS)
+    fun = predict_explicitly if model is AxisType.Explicit else loss_fn
     with jax.set_mesh(mesh):
         args = with_model_axis(mesh, params, "model"), *over_rows(mesh, batch)
         step = jax.jit(value_and_grad(fun, data_axis="data", micro_batch_size=16))

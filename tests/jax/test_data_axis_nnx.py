@@ -7,37 +7,13 @@ import pytest
 from flax import nnx
 from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from modules import loss_fn, make_net, plain
 from problems import assert_same, make_batch
 
 from wholebatch.jax import collectives
 from wholebatch.jax.nnx import value_and_grad
 
 ROWS, DEVICES = 24, 4
-
-
-class Net(nnx.Module):
-    def __init__(self, *, rate=0.0, norm=False, momentum=0.9):
-        rngs = nnx.Rngs(0)
-        self.hidden = nnx.Linear(3, 8, param_dtype=float, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=momentum, param_dtype=float, rngs=rngs) if norm else None
-        if norm:  # the layer itself makes them float32
-            self.norm.mean, self.norm.var = nnx.BatchStat(jnp.zeros(8)), nnx.BatchStat(jnp.ones(8))
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
-        self.head = nnx.Linear(8, 1, param_dtype=float, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.hidden(x)
-        if self.norm is not None:
-            x = self.norm(x)
-        return self.head(self.dropout(jnp.tanh(x)))[:, 0]
-
-
-def loss_fn(model, x, y):
-    return jnp.mean((model(x) - y) ** 2)
-
-
-def plain(state):
-    return nnx.to_pure_dict(state)
 
 
 def make_mesh(types=AxisType.Auto):
@@ -55,7 +31,7 @@ def test_training_with_an_optimizer_is_that_of_whole_batches(types):
     mesh = make_mesh(types)
 
     def train(value_and_grad, mesh=None):
-        model = Net()
+        model = make_net()
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
         @nnx.jit
@@ -73,7 +49,7 @@ def test_training_with_an_optimizer_is_that_of_whole_batches(types):
 
 
 def test_statistics_that_are_not_written_cost_nothing_on_the_wire():
-    model, twin, mesh, batch = Net(norm=True), Net(norm=True), make_mesh(), shifted()
+    model, twin, mesh, batch = make_net(norm=True), make_net(norm=True), make_mesh(), shifted()
     model.eval()
     twin.eval()
     step = nnx.jit(value_and_grad(loss_fn, micro_batch_size=8, data_axis="data", mesh=mesh))
@@ -88,7 +64,7 @@ def test_statistics_that_are_not_written_cost_nothing_on_the_wire():
 
 def test_batch_norm_in_training_mode_is_refused_even_where_a_device_has_one_piece():
     with pytest.raises(ValueError, match='norm: in training mode.*batch_norm="micro"'):
-        value_and_grad(loss_fn, data_axis="data", mesh=make_mesh())(Net(norm=True), *shifted())
+        value_and_grad(loss_fn, data_axis="data", mesh=make_mesh())(make_net(norm=True), *shifted())
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -96,7 +72,7 @@ def test_batch_norm_in_training_mode_is_refused_even_where_a_device_has_one_piec
     "cut", [{}, {"micro_batch_size": 8}, {"micro_batch_size": 16}], ids=["one piece", "even", "tail"]
 )
 def test_batch_norm_by_micro_batch_has_the_statistics_of_the_rows_of_all_devices(cut, momentum):
-    model, twin = Net(norm=True, momentum=momentum), Net(norm=True, momentum=momentum)
+    model, twin = make_net(norm=True, momentum=momentum), make_net(norm=True, momentum=momentum)
     step = value_and_grad(loss_fn, batch_norm="micro", data_axis="data", mesh=make_mesh(), **cut)
     with pytest.warns(UserWarning, match="norm: normalised by the statistics of each piece"):
         step(model, *shifted())
@@ -105,7 +81,7 @@ def test_batch_norm_by_micro_batch_has_the_statistics_of_the_rows_of_all_devices
 
 
 def test_the_statistics_of_one_device_fail_the_same_comparison():
-    one, twin, (x, y) = Net(norm=True), Net(norm=True), shifted()
+    one, twin, (x, y) = make_net(norm=True), make_net(norm=True), shifted()
     nnx.value_and_grad(loss_fn)(one, x[:6], y[:6])
     nnx.value_and_grad(loss_fn)(twin, x, y)
     with pytest.raises(AssertionError, match="is off by"):
@@ -145,7 +121,7 @@ def test_dropout_without_keys_of_its_own_would_draw_alike():
         return jnp.mean(model.hidden(x)), jax.random.uniform(key)
 
     step = value_and_grad(fun, has_aux=True, aux="stack", data_axis="data", mesh=make_mesh())
-    (_, drawn), _ = step(Net(), jnp.ones((12, 3)))
+    (_, drawn), _ = step(make_net(), jnp.ones((12, 3)))
     assert len(set(drawn.tolist())) == 1
 
 
@@ -214,4 +190,4 @@ def test_options_are_refused_as_without_modules():
     with pytest.raises(
         ValueError, match="the batch has 22 rows, which the 4 devices along 'data' cannot share equally"
     ):
-        value_and_grad(loss_fn, data_axis="data", mesh=make_mesh())(Net(), np.ones((22, 3)), np.ones(22))
+        value_and_grad(loss_fn, data_axis="data", mesh=make_mesh())(make_net(), np.ones((22, 3)), np.ones(22))

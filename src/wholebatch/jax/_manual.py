@@ -32,7 +32,7 @@ def on_every_device(fun: Function, axes: Names, mesh: Mesh | AbstractMesh) -> Fu
         mesh: all devices.
     """
     explicit = _explicit_axes(mesh)
-    others = explicit - {*axes}
+    others, typed_axes = explicit - {*axes}, tuple(axis for axis in axes if axis in explicit)
     border = _with_types(mesh, others, AxisType.Auto)
     specs = _spec(()), _spec((axes,))
 
@@ -55,11 +55,11 @@ def on_every_device(fun: Function, axes: Names, mesh: Mesh | AbstractMesh) -> Fu
             return at_border
 
         with use_abstract_mesh(_abstract(border)):
-            inputs = _resharded((same, rows), _without_each(others, (given[0], _by_row(axes, given[1]))))
+            inputs = _resharded((same, rows), _without_each(others, (given[0], _by_row(typed_axes, given[1]))))
             outputs = mapped(with_explicit_axes if others else fun)(*inputs)
         if others:
             with use_abstract_mesh(_abstract(mesh)):
-                outputs = _resharded(outputs, (returned[0], _by_row(axes, returned[1])))
+                outputs = _resharded(outputs, (returned[0], _by_row(typed_axes, returned[1])))
         return outputs
 
     return typed if explicit else mapped(fun)

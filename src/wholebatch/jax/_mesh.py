@@ -2,8 +2,7 @@
 
     G = Σ_devices Σ_k ∇T_k      T = Σ_devices Σ_k T_k      C = Σ_devices Σ_k C_k
 
-The line runs on each device as it would on the only one: it is manual over the data axis, where nothing moves but what
-`Devices.sum` is given, and every other axis of the mesh stays what it was.
+The line runs on each device as it would on the only one. Nothing moves between them but what `Devices.sum` is given.
 """
 
 from collections.abc import Callable, Sequence
