@@ -14,11 +14,23 @@ from typing import Any
 from .._budget import Plan
 from . import _pytree
 from ._check import check
+from ._collectives import Collectives, collectives
 from ._multi_steps import MultiSteps, multi_steps
 from ._plan import plan
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["MultiSteps", "Plan", "check", "grad", "multi_steps", "nnx", "plan", "value_and_grad"]
+__all__ = [
+    "Collectives",
+    "MultiSteps",
+    "Plan",
+    "check",
+    "collectives",
+    "grad",
+    "multi_steps",
+    "nnx",
+    "plan",
+    "value_and_grad",
+]
 
 _pytree.register()
 

@@ -122,13 +122,15 @@ def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
     return backend
 
 
-def planned(whole: Plan, wanted: int | None) -> Planned:
+def planned(whole: Plan, wanted: int | None, devices: int = 1) -> Planned:
     """What a plan says of the sizes that people may ask about.
 
     Args:
         whole: the library's.
         wanted: the micro-batch size that was asked for; None for the plan's own.
+        devices: pieces are shared out evenly.
     """
-    size = balanced(whole.rows, micro_batch_size=wanted or whole.micro_batch_size)[0]
+    size = balanced(whole.rows // devices, micro_batch_size=max(1, (wanted or whole.micro_batch_size) // devices))[0]
+    size *= devices
     powers = [1 << i for i in range(whole.rows.bit_length()) if 1 << i < whole.rows]
     return Planned(size, {rows: whole.peak(rows) for rows in sorted({*powers, size, whole.rows})})

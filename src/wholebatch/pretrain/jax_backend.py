@@ -14,8 +14,10 @@ import optax
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from .. import Mean, NonFiniteError
+from .. import Mean, NonFiniteError, OptionError
 from .._plan import balanced
 from .._report import Report
 from ..jax import check, plan, value_and_grad
@@ -41,17 +43,19 @@ class JaxBackend:
 
     def __init__(self, settings: Settings, vocabulary: int, ranks: Ranks) -> None:
         self._settings, self._vocabulary = settings, vocabulary
-        self.device = jax.devices()[0].device_kind
+        self._devices = Devices(settings.batch_size)
+        self.device = self._devices.name
         self._half = settings.precision == "fp16"
         with self._precisely():
             self._loss_fn, self._logits, like = functions(settings, vocabulary)
-            self._params = from_shared(initial(settings, vocabulary), like)
+            self._params = self._devices.copied(from_shared(initial(settings, vocabulary), like))
             decayed = jax.tree.map(lambda array: is_decayed("", array), self._params)
             self._optimizer = optax.chain(
                 optax.scale_by_adam(*BETAS, EPS), optax.add_decayed_weights(DECAY, mask=decayed)
             )
-            self._moments = self._optimizer.init(self._params)
-            self._scale = (jnp.asarray(LARGEST_SCALE if self._half else 1.0), jnp.asarray(0))
+            self._moments = self._devices.copied(self._optimizer.init(self._params))
+            scale = jnp.asarray(LARGEST_SCALE if self._half else 1.0), jnp.asarray(0)
+            self._scale = self._devices.copied(scale)
         self._peak: int | None = None
         self._plain_gradient = jax.jit(jax.grad(lambda params, rows, k: self._loss_fn(params, rows, None).value / k))
         self._plain_update = jax.jit(self._update)
@@ -64,7 +68,8 @@ class JaxBackend:
     def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
         with self._precisely():
             key = jax.random.fold_in(jax.random.key(self._settings.seed), step)
-            args = self._params, self._moments, self._scale, _rows(rows), key, jnp.asarray(learning_rate)
+            key, rate = self._devices.copied((key, jnp.asarray(learning_rate)))
+            args = self._params, self._moments, self._scale, self._devices.shared(_rows(rows)), key, rate
             if self._step is None:
                 self._step = jax.jit(self._one_step, donate_argnums=(0, 1)).lower(*args).compile()
                 self._peak = _bytes_of(self._step)
@@ -108,8 +113,15 @@ class JaxBackend:
     def plan(self, rows: Rows, memory: int) -> Planned:
         with self._precisely():
             loss_fn = partial(self._loss_fn, key=None)
-            whole = plan(loss_fn, self._params, _rows(rows), memory=memory, optimizer=self._optimizer)
-        return planned(whole, self._settings.micro_batch_size)
+            whole = plan(
+                loss_fn,
+                self._params,
+                self._devices.shared(_rows(rows)),
+                memory=memory,
+                optimizer=self._optimizer,
+                **self._devices.options,
+            )
+        return planned(whole, self._settings.micro_batch_size, self._devices.count)
 
     def peak_memory(self) -> int | None:
         return self._peak
@@ -125,7 +137,7 @@ class JaxBackend:
 
     def load(self, state: State) -> None:
         with self._precisely():
-            self._params = from_shared(state.weights, self._params)
+            self._params = self._devices.copied(from_shared(state.weights, self._params))
             adam = self._moments[0]
             first, second = (
                 from_shared(
@@ -135,12 +147,11 @@ class JaxBackend:
                 for kind, like in (("first.", adam.mu), ("second.", adam.nu))
             )
             count = jnp.asarray(state.scalars["steps_taken"], adam.count.dtype)
-            self._moments = (adam._replace(count=count, mu=first, nu=second), self._moments[1])
-            scale, good = self._scale
-            self._scale = (
-                jnp.asarray(state.scalars["scale"], scale.dtype),
-                jnp.asarray(state.scalars["steps_since_overflow"], good.dtype),
-            )
+            moments = (adam._replace(count=count, mu=first, nu=second), self._moments[1])
+            self._moments = self._devices.copied(moments)
+            given = state.scalars["scale"], state.scalars["steps_since_overflow"]
+            scale = tuple(jnp.asarray(value, like.dtype) for value, like in zip(given, self._scale, strict=True))
+            self._scale = self._devices.copied(scale)
 
     def _one_step(
         self, params: Any, moments: Any, scale: tuple[Array, Array], rows: Array, key: Array, rate: Array
@@ -152,7 +163,9 @@ class JaxBackend:
             mean: Array = factor * self._loss_fn(params, rows, key).value
             return mean
 
-        whole = value_and_grad(scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,))
+        whole = value_and_grad(
+            scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,), **self._devices.options
+        )
         loss, gradients = whole(params, rows, key)
         gradients = jax.tree.map(lambda gradient: gradient / factor, gradients)
         new_params, new_moments, norm = self._update(gradients, params, moments, rate)
@@ -181,6 +194,38 @@ class JaxBackend:
 
 
 make = JaxBackend
+
+
+class Devices:
+    """Where rows are shared out and everything else is copied to, if there are several devices.
+
+    Args:
+        batch_size: rows of a batch.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.count = jax.device_count()
+        kind = jax.devices()[0].device_kind
+        self.name = kind if self.count == 1 else f"{self.count} x {kind}"
+        self.options: dict[str, Any] = {}
+        if self.count == 1:
+            return
+        if batch_size % self.count:
+            raise OptionError(
+                f"--batch-size {batch_size} cannot be shared out evenly over {self.count} devices: give a multiple of "
+                f"{self.count}"
+            )
+        mesh = jax.make_mesh((self.count,), ("data",), axis_types=(AxisType.Auto,))
+        self.options = {"data_axis": "data", "mesh": mesh}
+        self._everywhere, self._by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def copied(self, tree: Any) -> Any:
+        """On all of them."""
+        return jax.device_put(tree, self._everywhere) if self.options else tree
+
+    def shared(self, rows: Array) -> Array:
+        """A share of the rows on each."""
+        return jax.device_put(rows, self._by_rows) if self.options else rows
 
 
 def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean], Callable[..., Array], Any]:
