@@ -1,11 +1,11 @@
 """What `wholebatch train` costs over the bare library step: data, metrics, display and checkpoints, on the same model.
 
-    python benchmarks/train_overhead.py [--steps N] [--width N] ...
+    python benchmarks/train_overhead.py [--steps N] [--micro-batch-size N]
 
-Two models from the same seed take turns, a step each: one inside the command's own loop, with its display on a terminal,
-its metrics on the disk and a checkpoint every 25 steps; the other by `Accumulator.step` on batches that are there
-already. Afterwards both must have the same weights. Prints the ratio of the medians, and of the sums (which hold the
-checkpoints and validations, of which the bare step has none).
+Two models from the same seed take turns, a step each: one inside the command's own loop, with its display on a
+terminal, its metrics on the disk and a checkpoint every 25 steps; the other by `Accumulator.step` on batches that are
+there already. Afterwards both must have the same weights. Prints the ratio of the medians, and of the sums (which hold
+the checkpoints and validations, of which the bare step has none).
 """
 
 import argparse

@@ -126,11 +126,12 @@ def planned(whole: Plan, wanted: int | None, devices: int = 1) -> Planned:
     """What a plan says of the sizes that people may ask about.
 
     Args:
-        whole: the library's.
+        whole: the library's, for one device.
         wanted: the micro-batch size that was asked for; None for the plan's own.
-        devices: pieces are shared out evenly.
+        devices: how many share each piece evenly.
     """
-    size = balanced(whole.rows // devices, micro_batch_size=max(1, (wanted or whole.micro_batch_size) // devices))[0]
-    size *= devices
+    wanted = whole.micro_batch_size if wanted is None else max(1, wanted // devices)
+    size = balanced(whole.rows, micro_batch_size=wanted)[0]
     powers = [1 << i for i in range(whole.rows.bit_length()) if 1 << i < whole.rows]
-    return Planned(size, {rows: whole.peak(rows) for rows in sorted({*powers, size, whole.rows})})
+    peaks = {rows: whole.peak(rows) for rows in sorted({*powers, size, whole.rows})}
+    return Planned(size * devices, {rows * devices: peak for rows, peak in peaks.items()})

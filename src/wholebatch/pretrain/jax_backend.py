@@ -14,8 +14,7 @@ import optax
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import Mean, NonFiniteError, OptionError
 from .._plan import balanced
@@ -111,16 +110,11 @@ class JaxBackend:
             return check(partial(loss_fn, key=None), params, _rows(rows))
 
     def plan(self, rows: Rows, memory: int) -> Planned:
+        share = rows[: len(rows) // self._devices.count]
         with self._precisely():
+            params = jax.eval_shape(lambda params: params, self._params)
             loss_fn = partial(self._loss_fn, key=None)
-            whole = plan(
-                loss_fn,
-                self._params,
-                self._devices.shared(_rows(rows)),
-                memory=memory,
-                optimizer=self._optimizer,
-                **self._devices.options,
-            )
+            whole = plan(loss_fn, params, _rows(share), memory=memory, optimizer=self._optimizer)
         return planned(whole, self._settings.micro_batch_size, self._devices.count)
 
     def peak_memory(self) -> int | None:
@@ -217,7 +211,10 @@ class Devices:
             )
         mesh = jax.make_mesh((self.count,), ("data",), axis_types=(AxisType.Auto,))
         self.options = {"data_axis": "data", "mesh": mesh}
-        self._everywhere, self._by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        self._everywhere, self._by_rows = (
+            NamedSharding(mesh, PartitionSpec(*axes))  # type: ignore[no-untyped-call]
+            for axes in ((), ("data",))
+        )
 
     def copied(self, tree: Any) -> Any:
         """On all of them."""
