@@ -79,7 +79,7 @@ class Plain(Screen):
         left = self._pace.left(record)
         step, steps = record["step"], self._pace.steps
         if step == 1 or step == steps or step % max(1, steps // 20) == 0 or "validation_loss" in record:
-            parts = [f"step {step:{len(str(steps))}}/{steps}", *figures(record), f"{clock(left)} left"]
+            parts = [f"step {step:{len(str(steps))}}/{steps}", *learning(record), *costs(record), f"{clock(left)} left"]
             print("   ".join(parts), file=self._stream, flush=True)
 
     def stop(self) -> None:
@@ -149,7 +149,8 @@ class Picture(Screen):
         picture = Table.grid()
         picture.add_row(bar)
         shown = {**record, "validation_loss": self._validation}
-        picture.add_row(Text("   ".join(figures(shown)), style="dim"))
+        for figures in (learning(shown), costs(shown)):
+            picture.add_row(Text("   ".join(figures), style="dim"))
         return picture
 
 
@@ -172,14 +173,20 @@ class Pace:
         return (now - start) / max(1, last - first) * (self.steps - last)
 
 
-def figures(record: Record) -> list[str]:
-    """A step's figures, as people read them."""
+def learning(record: Record) -> list[str]:
+    """How well it goes, as people read it."""
     validation = record.get("validation_loss")
-    loss, norm, peak = record["loss"], record["grad_norm"], record["peak_memory"]
     return [
-        f"loss {_number(loss, '.3f')}",
+        f"loss {_number(record['loss'], '.3f')}",
         *([f"validation {validation:.3f}"] if validation is not None else []),
-        f"gradient norm {_number(norm, '.2f')}",
+        f"gradient norm {_number(record['grad_norm'], '.2f')}",
+    ]
+
+
+def costs(record: Record) -> list[str]:
+    """What it takes, as people read it."""
+    peak = record["peak_memory"]
+    return [
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"{record['micro_batch_size']} rows at a time",
         *([f"peak {in_units(peak)}"] if peak is not None else []),

@@ -14,13 +14,13 @@ import optax
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import Mean, NonFiniteError, OptionError
+from .. import Mean, NonFiniteError
 from .._plan import balanced
 from .._report import Report
 from ..jax import check, plan, value_and_grad
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
+from .jax_devices import Devices
 from .nnx_model import GPT, from_shared, to_shared
 from .ranks import Ranks
 from .sampling import Rows
@@ -188,41 +188,6 @@ class JaxBackend:
 
 
 make = JaxBackend
-
-
-class Devices:
-    """Where rows are shared out and everything else is copied to, if there are several devices.
-
-    Args:
-        batch_size: rows of a batch.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self.count = jax.device_count()
-        kind = jax.devices()[0].device_kind
-        self.name = kind if self.count == 1 else f"{self.count} x {kind}"
-        self.options: dict[str, Any] = {}
-        if self.count == 1:
-            return
-        if batch_size % self.count:
-            raise OptionError(
-                f"--batch-size {batch_size} cannot be shared out evenly over {self.count} devices: give a multiple of "
-                f"{self.count}"
-            )
-        mesh = jax.make_mesh((self.count,), ("data",), axis_types=(AxisType.Auto,))
-        self.options = {"data_axis": "data", "mesh": mesh}
-        self._everywhere, self._by_rows = (
-            NamedSharding(mesh, PartitionSpec(*axes))  # type: ignore[no-untyped-call]
-            for axes in ((), ("data",))
-        )
-
-    def copied(self, tree: Any) -> Any:
-        """On all of them."""
-        return jax.device_put(tree, self._everywhere) if self.options else tree
-
-    def shared(self, rows: Array) -> Array:
-        """A share of the rows on each."""
-        return jax.device_put(rows, self._by_rows) if self.options else rows
 
 
 def functions(settings: Settings, vocabulary: int) -> tuple[Callable[..., Mean], Callable[..., Array], Any]:
