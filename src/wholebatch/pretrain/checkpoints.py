@@ -95,7 +95,10 @@ class Checkpoints:
         for path in self:
             file = damaged(path, (WEIGHTS, OPTIMIZER, STATE))
             if file is None:
-                return Checkpoint(path, json.loads((path / STATE).read_text(encoding="utf-8")))
+                facts = json.loads((path / STATE).read_text(encoding="utf-8"))
+                if facts["format"] != FORMAT:
+                    raise DamagedError(f"{path} has the format {facts['format']}, and this version reads {FORMAT}")
+                return Checkpoint(path, facts)
             broken.append(f"{path / file} is damaged: its checksum is not the one that it was written with")
             warn(f"{broken[-1]}; using the checkpoint before it")
         if broken:

@@ -81,7 +81,7 @@ def _tokens(tokenizer: Tokenizer, text: Text, digest: str, cache: Path) -> Token
     kept = cache / f"tokens-{_key(digest, tokenizers.digest(tokenizer))}.npy"
     try:
         tokens: Tokens = np.load(kept, mmap_mode="r")
-    except (OSError, ValueError):  # not there, or cut off
+    except (OSError, ValueError, EOFError):  # not there, or cut off
         write_file(kept, lambda beside: _write(beside, tokenizer, text))
         tokens = np.load(kept, mmap_mode="r")
     return tokens

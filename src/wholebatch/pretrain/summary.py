@@ -17,8 +17,8 @@ def beginning(facts: Facts, done: int) -> list[tuple[str, str]]:
         ("text", f"{facts['text_name']}: {facts['text_tokens']:,} tokens ({facts['tokenizer_name']})"),
         (
             "model",
-            f"GPT with {facts['parameters']:,} parameters: width {settings['width']}, {settings['layers']} layers, "
-            f"{settings['heads']} heads, sequences of {settings['seq_len']}",
+            f"GPT with {facts['parameters']:,} parameters: width {settings['width']}, {_several(settings['layers'], 'layer')}, "
+            f"{_several(settings['heads'], 'head')}, sequences of {settings['seq_len']}",
         ),
         (
             "batch",
@@ -65,7 +65,9 @@ def ending(summary: Facts, folder: Folder) -> list[tuple[str, str]]:
     exactness = summary["exactness"]
     verdict = "the gradient of the unsplit batch" if exactness["exact"] else "NOT the gradient of the unsplit batch"
     peak, whole = summary["peak_memory"], summary["whole_batch_memory"]
-    memory = "not known on this system" if peak is None else f"{in_units(peak)} at the peak"
+    memory = "not known" if peak is None else f"{in_units(peak)} at the peak"
+    if settings["micro_batch_size"] is None:
+        memory += f", of {in_units(settings['memory'])} that were allowed"
     return [
         ("done", f"{summary['step']} steps, {summary['tokens']:,} tokens in {clock(summary['seconds'])}"
          f" ({summary['tokens_per_second']:,.0f} tokens/s)"),
@@ -104,6 +106,10 @@ def _compared(folder: Folder) -> list[tuple[str, str]]:
         )
         for number, way in enumerate(folder.read_comparison().get("ways", []))
     ]
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _tokens(facts: Facts) -> int:

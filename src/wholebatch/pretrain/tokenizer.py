@@ -44,7 +44,7 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def to_json(self) -> str:
-        return "{}"
+        return '{"type": "bytes"}\n'
 
 
 class Bpe:
