@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import TINY, newest, records, remember_plans
 
-from wholebatch import NonFiniteError
+from wholebatch import NonFiniteError, OptionError
 from wholebatch.pretrain import jax_backend, torch_backend
 from wholebatch.pretrain.ranks import Ranks
 from wholebatch.pretrain.settings import Settings
@@ -19,6 +19,7 @@ from wholebatch.pretrain.weights import initial
 @pytest.fixture(autouse=True)
 def planned_once_in_jax(monkeypatch):
     remember_plans(monkeypatch, jax_backend.JaxBackend)
+    monkeypatch.setattr("jax.device_count", lambda: 1)  # of those that all tests share
 
 
 WIDE = ["--precision", "fp64", "--steps", 20]
@@ -92,6 +93,28 @@ def test_a_loss_that_is_not_finite_ends_the_run(backend):
     made.load(state)
     with pytest.raises(NonFiniteError):
         made.step(np.ones((5, 9), np.int64), 1, 0.01)
+
+
+def test_two_devices_are_one(monkeypatch):
+    settings, rows = tiny_settings(precision="fp64", batch_size=6), np.random.default_rng(0).integers(257, size=(6, 9))
+    one = jax_backend.make(settings, 257, Ranks.alone())
+    monkeypatch.setattr("jax.device_count", lambda: 2)
+    two = jax_backend.make(settings, 257, Ranks.alone())
+    for step in (1, 2):
+        ours, theirs = one.step(rows, step, 0.01), two.step(rows, step, 0.01)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-12)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-12)
+    assert largest(one.state().weights, two.state().weights) < 1e-12
+    two.load(one.state())
+    assert two.step(rows, 3, 0.01).loss == pytest.approx(one.step(rows, 3, 0.01).loss, abs=1e-12)
+
+
+def test_a_batch_that_devices_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr("jax.device_count", lambda: 2)
+    with pytest.raises(
+        OptionError, match="--batch-size 5 cannot be shared out evenly over 2 devices: give a multiple of 2"
+    ):
+        jax_backend.make(tiny_settings(), 257, Ranks.alone())
 
 
 def test_weights_come_from_the_seed_alone():

@@ -13,12 +13,13 @@ def beginning(facts: Facts, done: int) -> list[tuple[str, str]]:
     """What is about to be done, for people."""
     settings = facts["settings"]
     size, rows = facts["micro_batch_size"], settings["batch_size"]
+    layers, heads = _several(settings["layers"], "layer"), _several(settings["heads"], "head")
     lines = [
         ("text", f"{facts['text_name']}: {facts['text_tokens']:,} tokens ({facts['tokenizer_name']})"),
         (
             "model",
-            f"GPT with {facts['parameters']:,} parameters: width {settings['width']}, {_several(settings['layers'], 'layer')}, "
-            f"{_several(settings['heads'], 'head')}, sequences of {settings['seq_len']}",
+            f"GPT with {facts['parameters']:,} parameters: width {settings['width']}, {layers}, {heads}, "
+            f"sequences of {settings['seq_len']}",
         ),
         (
             "batch",
