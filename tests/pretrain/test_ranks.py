@@ -9,7 +9,16 @@ from contextlib import suppress
 import pytest
 from tiny import STEPS, TINY, records
 
-TORCHRUN = "torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 -m".split()
+TORCHRUN = [
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+    "-m",
+]
 
 
 def test_two_processes_with_unequal_shares_are_one(train, text, tmp_path):
