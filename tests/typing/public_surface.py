@@ -43,3 +43,6 @@ Accumulator(model, micro_batch_size="8")  # type: ignore[arg-type]
 assert_type(wholebatch.jax.check(len, 1.0, 2.0, micro_batch_size=4).exact, bool)
 wholebatch.jax.value_and_grad(len, micro_batch_size=16, rng_argnums=(1,), aux="mean")
 wholebatch.jax.grad(len, micro_batch_size="8")  # type: ignore[arg-type]
+wholebatch.jax.value_and_grad(len, data_axis=("slice", "data"), mesh=None)
+wholebatch.jax.grad(len, data_axis=0)  # type: ignore[arg-type]
+assert_type(wholebatch.jax.collectives(None).outside["all-reduce"], int)
