@@ -51,3 +51,6 @@ assert_type(torch_loop.train_with_accumulation(model, [batch], 0.1, 1, 4, max_no
 assert_type(linen.grad_accumulation_step(0.0, [jax.numpy.ones((2, 3))], [jax.numpy.ones(2)], 0.1), jax.Array)
 assert_type(scan.microbatched_grads(1.0, 0.0, [1.0], 0.0, 1.0), jax.Array)
 assert_type(nnx.main(rows_a=1), bool)
+wholebatch.jax.value_and_grad(len, data_axis=("slice", "data"), mesh=None)
+wholebatch.jax.grad(len, data_axis=0)  # type: ignore[arg-type]
+assert_type(wholebatch.jax.collectives(None).outside["all-reduce"], int)
