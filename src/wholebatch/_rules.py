@@ -1,0 +1,224 @@
+"""From gradients of parts of a batch to the rule that a loss follows.
+
+With G(S) the gradient of what the loss returned for the rows S, and S, S' without a row in common:
+
+    adds        G(S ∪ S') = G(S) + G(S')                          a sum
+    offset      G(S ∪ S') = G(S) + G(S') - p                      a sum, and p that does not grow with the rows
+    weighted    G(S ∪ S') = (w G(S) + w' G(S')) / (w + w')        a mean over something that S holds w of
+    separate    G(A, B) - G(A', B) - G(A, B') + G(A', B') = 0     of equally many rows: none sees another
+
+A rule holds if what it leaves unexplained is small beside what the split gets wrong. Arrays may be those of any
+framework.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from ._causes import Cause
+from ._terms import Per
+
+UNEXPLAINED = 0.02
+"""What part of the split's error a rule may leave over."""
+
+
+class Observation(NamedTuple):
+    """What a term came to for some rows.
+
+    Args:
+        total: the gradient of its total, or of a scalar itself, as one flat array.
+        count: what a `Mean` counted, 1 for others.
+    """
+
+    total: Any
+    count: float = 1.0
+
+
+Observe = Callable[[Sequence[int]], Observation | None]
+"""Looks at the loss of these rows (they may repeat), in this order; None where the loss fails."""
+
+Part = frozenset[int]
+
+
+def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | None:
+    """Why a term cannot be split as it is read; None if it can.
+
+    Args:
+        per: what it is divided by.
+        rows: how many there are.
+        observe: looks at the term.
+        eps: the precision of what is observed.
+    """
+    seen = _Seen(rows, observe, eps)
+    if not seen.misread(per):
+        return None
+    if seen.failed:
+        return "coupled-rows"
+    if per is Per.ROWS:
+        if seen.adds() or seen.offset():
+            return "sum-as-mean"
+        if seen.weighted():
+            return "mean-of-means"
+        return "sum-as-mean" if seen.separate() else "coupled-rows"
+    if per is Per.OWN_COUNT:
+        if seen.adds():
+            return "sum-as-mean"
+        if seen.weighted():
+            return "mean-of-means" if seen.counts_alike() else "mean-as-total"
+        if seen.weighted(normalised=True):
+            return "mean-of-means"
+    if seen.weighted() or seen.offset() or seen.separate():
+        return "mean-as-total"
+    return "coupled-rows"
+
+
+def order_matters(rows: int, observe: Observe) -> float:
+    """How much the gradient changes with the order of the rows, over its largest entry; infinite where it fails."""
+    as_given, shuffled = observe(range(rows)), observe([*reversed(range(1, rows)), 0])
+    if as_given is None or shuffled is None:
+        return math.inf
+    scale = _largest(as_given.total)
+    return _largest(shuffled.total - as_given.total) / scale if scale else math.inf
+
+
+def rows_are_separate(rows: int, observe: Observe, floor: float = 0.0) -> bool:
+    """Whether the contents of one half of the rows and those of the other act without each other."""
+    half = rows // 2
+    if not half:
+        return True
+    first, second = list(range(half)), list(range(half, rows))
+    first_other, second_other = second[:half], (first * 2)[: len(second)]
+    corners = [observe(one + other) for one in (first, first_other) for other in (second, second_other)]
+    if any(corner is None for corner in corners):
+        return False
+    a, b, c, d = (corner.total for corner in corners if corner is not None)
+    effect = max(_largest(a - b), _largest(a - c))
+    return math.isfinite(effect) and _largest(a - b - c + d) <= 1e-6 * effect + floor
+
+
+class _Seen:
+    """The gradients of three parts of unequal size and of everything they make up."""
+
+    def __init__(self, rows: int, observe: Observe, eps: float) -> None:
+        self._rows, self._observe = rows, observe
+        second = 1 + max(1, (rows - 1) // 3)
+        ranges = [range(1), range(1, min(second, rows)), range(second, rows)]
+        self._parts: list[Part] = [frozenset(part) for part in ranges if part]
+        self._totals: dict[Part, Any] = {}
+        self._counts: dict[Part, float] = {}
+        self.failed = False
+        for number in range(1, len(self._parts) + 1):
+            for several in combinations(self._parts, number):
+                part = frozenset().union(*several)
+                observation = observe(sorted(part))
+                if observation is None:
+                    self.failed = True
+                elif math.isfinite(_largest(observation.total)):
+                    self._totals[part], self._counts[part] = observation
+        self._unions = [
+            (one, other, one | other)
+            for one in self._totals
+            for other in self._totals
+            if min(one) < min(other) and not one & other and one | other in self._totals
+        ]
+        self._scale = max(map(_largest, self._totals.values()), default=0.0)
+        self._floor = max(1e-9, 256 * eps) * self._scale
+        self._wrong = self._scale
+
+    def misread(self, per: Per) -> bool:
+        """Whether the library's own rule for such a term fails; remembers by how much."""
+        if not self._unions or len(self._totals) < 2 ** len(self._parts) - 1:
+            return True
+
+        def as_read(one: Part, other: Part) -> Any:
+            if per is Per.ROWS:
+                return (len(one) * self._totals[one] + len(other) * self._totals[other]) / (len(one) + len(other))
+            total = self._totals[one] + self._totals[other]
+            counted = self._counts[one] + self._counts[other]
+            return total * (self._counts[one | other] / counted) if per is Per.OWN_COUNT and counted else total
+
+        self._wrong = self._left_over(as_read)
+        return self._wrong > self._floor
+
+    def adds(self) -> bool:
+        return self._holds(lambda one, other: self._totals[one] + self._totals[other])
+
+    def offset(self) -> bool:
+        if len(self._unions) < 2:
+            return False
+        one, other, union = self._unions[-1]
+        constant = self._totals[one] + self._totals[other] - self._totals[union]
+        return self._holds(lambda one, other: self._totals[one] + self._totals[other] - constant)
+
+    def counts_alike(self) -> bool:
+        return len(set(self._counts.values())) == 1
+
+    def weighted(self, *, normalised: bool = False) -> bool:
+        """Whether there is one weight for each part that explains all unions; what is not finite weighs nothing."""
+        values = {
+            part: total / self._counts[part] if normalised and self._counts[part] else total
+            for part, total in self._totals.items()
+        }
+        parts = [part for part in self._parts if part in values]
+        weights = dict(zip(parts, _weights(parts, values), strict=True))
+        left_over = 0.0
+        for union, value in values.items():
+            inside = [part for part in parts if part <= union]
+            weight = sum(weights[part] for part in inside)
+            if len(inside) == 1 and weight > 0:
+                continue
+            predicted = sum(weights[part] * values[part] for part in inside) / weight if weight else 0 * value
+            left_over = max(left_over, _largest(value - predicted))
+        allowed = UNEXPLAINED * self._wrong + self._floor
+        return bool(parts) and left_over <= (allowed / (max(self._counts.values()) or 1) if normalised else allowed)
+
+    def separate(self) -> bool:
+        """Whether no half of the rows sees the other."""
+        return rows_are_separate(self._rows, self._observe, self._floor)
+
+    def _holds(self, rule: Callable[[Part, Part], Any]) -> bool:
+        whole = len(self._totals) == 2 ** len(self._parts) - 1  # what fails or is not a number is no sum
+        return whole and bool(self._unions) and self._left_over(rule) <= UNEXPLAINED * self._wrong + self._floor
+
+    def _left_over(self, rule: Callable[[Part, Part], Any]) -> float:
+        return max(_largest(self._totals[union] - rule(one, other)) for one, other, union in self._unions)
+
+
+def _weights(parts: list[Part], values: dict[Part, Any]) -> list[float]:
+    """The weights, adding up to 1, under which the parts come nearest to explaining their unions.
+
+    Σ_P w_P (G(P) - G(S)) = 0 for every union S: with the Gram matrix M of these differences, M w ∝ 1.
+    """
+    matrix = [[0.0] * len(parts) for _ in parts]
+    for union, value in values.items():
+        apart = {i: values[part] - value for i, part in enumerate(parts) if part < union}
+        for i in apart:
+            for j in apart:
+                matrix[i][j] += float((apart[i] * apart[j]).sum())
+    trace = sum(matrix[i][i] for i in range(len(parts))) or 1.0
+    for i in range(len(parts)):
+        matrix[i][i] += 1e-12 * trace
+    solved = [max(0.0, weight) for weight in _solve(matrix, [1.0] * len(parts))]
+    most = max(solved, default=0.0)
+    return [weight / most if weight > 1e-6 * most else 0.0 for weight in solved]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gauss's elimination, of a matrix of at most three rows that is positive definite."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            row[:] = [entry - factor * above for entry, above in zip(row, pivot, strict=True)]
+    solved = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        known = sum(rows[i][j] * solved[j] for j in range(i + 1, len(rows)))
+        solved[i] = (rows[i][-1] - known) / rows[i][i]
+    return solved
+
+
+def _largest(entries: Any) -> float:
+    """The largest magnitude, infinite where an entry is not a number."""
+    found = float(abs(entries).max())
+    return math.inf if math.isnan(found) else found
