@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ._causes import MEANINGS, Cause
-from ._rules import Observation, order_matters, rows_are_separate, rule_broken
+from ._rules import Observation, Observe, order_matters, rows_are_separate, rule_broken
 from ._terms import Per, title
 
 NOISE = 8
@@ -89,7 +89,7 @@ def diagnose(bench: Bench) -> Finding:
     for suspect in bench.suspects:
         off |= {suspect}
         without = bench.error_without(off)
-        if suspect in bench.certain or without <= max(error / 2, bench.tolerance):
+        if suspect in bench.certain or without < error / 2 or without <= bench.tolerance < error:
             shares[suspect] = _difference(error, without)
         if suspect == "randomness":
             without_randomness = without <= bench.tolerance
@@ -111,43 +111,40 @@ def _is_noise(bench: Bench) -> bool:
     """Whether an error in low precision is as small as that of adding up the same rows in another order."""
     if bench.eps < 1e-15 or bench.suspects or not bench.error <= min(512 * bench.eps, 0.05):
         return False
-    noise = max(
-        order_matters(bench.rows, lambda rows, term=term: bench.observe(term, frozenset(), rows))
-        for term in bench.terms()
-    )
+    noise = max(order_matters(bench.rows, _view(bench, term, frozenset())) for term in bench.terms())
     return math.isfinite(noise) and bench.error <= NOISE * noise
 
 
 def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | None, str]:
-    """The first term that is not what it is read as, the one about which most is known first."""
-    several = bench.terms()
-    found: dict[str, Cause] = {}
-    for name, per in several.items():
-        cause = rule_broken(per, bench.rows, lambda rows, name=name: bench.observe(name, off, rows), bench.eps)
-        if cause is not None:
-            found[name] = cause
-    coupled = [name for name, cause in found.items() if cause == "coupled-rows"]
-    told = [name for name in found if name not in coupled]
+    """What a term that is not what it is read as breaks; one about which more is known than that it cannot be cut."""
+    terms = bench.terms()
+    views: dict[str, Observe] = {name: _view(bench, name, off) for name in terms}
+    broken = {name: rule_broken(per, bench.rows, views[name], bench.eps) for name, per in terms.items()}
+    told = [name for name, cause in broken.items() if cause not in (None, "coupled-rows")]
+    uncut = [name for name, cause in broken.items() if cause == "coupled-rows"]
     if told:
-        return found[told[0]], title(told[0]) if len(several) > 1 else ""
-    if not coupled:
+        return broken[told[0]], title(told[0]) if len(terms) > 1 else ""
+    if not uncut:
         return None, ""
-    if _may_not_be_rows(bench, off, coupled[0]):
+    if _may_not_be_rows(bench, views[uncut[0]]):
         layout = bench.other_layout(off)
         if layout is not None:
             return "wrong-axis", layout
     if bench.sees_batch_statistics():
         return "batch-statistics", ""
-    if rows_are_separate(bench.rows, lambda rows: bench.observe(coupled[0], off, rows)):
+    coupled = [name for name in uncut if not rows_are_separate(bench.rows, views[name])]
+    if not coupled:
         return None, ""  # pieces fail for a reason of their own
-    return "coupled-rows", title(coupled[0]) if len(several) > 1 else ""
+    return "coupled-rows", title(coupled[0]) if len(terms) > 1 else ""
 
 
-def _may_not_be_rows(bench: Bench, off: frozenset[Cause], term: str) -> bool:
+def _view(bench: Bench, term: str, off: frozenset[Cause]) -> Observe:
+    return lambda rows: bench.observe(term, off, rows)
+
+
+def _may_not_be_rows(bench: Bench, observe: Observe) -> bool:
     """Rows have no order: if shuffling all arrays alike changes the gradient, they hold something else."""
-    changed = order_matters(bench.rows, lambda rows: bench.observe(term, off, rows))
-    fails = bench.observe(term, off, [0]) is None
-    return fails or changed > max(1e-9, 256 * bench.eps)
+    return observe([0]) is None or order_matters(bench.rows, observe) > max(1e-9, 256 * bench.eps)
 
 
 def _difference(before: float, after: float) -> float:

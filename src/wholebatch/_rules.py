@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ._causes import Cause
 from ._terms import Per
 
-UNEXPLAINED = 0.02
+UNEXPLAINED = 0.005
 """What part of the split's error a rule may leave over."""
 
 
@@ -103,8 +103,8 @@ class _Seen:
     def __init__(self, rows: int, observe: Observe, eps: float) -> None:
         self._rows, self._observe = rows, observe
         second = 1 + max(1, (rows - 1) // 3)
-        ranges = [range(1), range(1, min(second, rows)), range(second, rows)]
-        self._parts: list[Part] = [frozenset(part) for part in ranges if part]
+        order = self._those_that_count_first()
+        self._parts: list[Part] = [frozenset(part) for part in (order[:1], order[1:second], order[second:]) if part]
         self._totals: dict[Part, Any] = {}
         self._counts: dict[Part, float] = {}
         self.failed = False
@@ -125,6 +125,11 @@ class _Seen:
         self._scale = max(map(_largest, self._totals.values()), default=0.0)
         self._floor = max(1e-9, 256 * eps) * self._scale
         self._wrong = self._scale
+
+    def _those_that_count_first(self) -> list[int]:
+        """All rows; parts in which nothing counts would fit any rule."""
+        alone = {row: self._observe([row]) for row in range(self._rows)}
+        return sorted(alone, key=lambda row: not _counts(alone[row]))
 
     def misread(self, per: Per) -> bool:
         """Whether the library's own rule for such a term fails; remembers by how much."""
@@ -183,6 +188,10 @@ class _Seen:
 
     def _left_over(self, rule: Callable[[Part, Part], Any]) -> float:
         return max(_largest(self._totals[union] - rule(one, other)) for one, other, union in self._unions)
+
+
+def _counts(observation: Observation | None) -> bool:
+    return observation is not None and 0 < _largest(observation.total) < math.inf
 
 
 def _weights(parts: list[Part], values: dict[Part, Any]) -> list[float]:

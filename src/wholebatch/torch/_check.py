@@ -18,7 +18,7 @@ from ._bench import TorchBench, exact_layout, unsynchronised
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction
 from ._model import Model, only_device
-from ._randomness import Start
+from ._randomness import OwnGenerators, Start
 from ._sums import GradientSums
 from ._trial import NOTHING_OFF, Trial
 from ._wide import in_float64, widen
@@ -54,11 +54,11 @@ def check(
     rows_of(batch)
     job = _Check(judged, loss_fn, batch, micro_batch_size)
     try:
-        with _untouched(judged) as sums, in_float64(judged):
+        with _untouched(judged, job.own_generators) as sums, in_float64(judged):
             return job.report(sums, widen)
     except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
         try:
-            with _untouched(judged) as sums:
+            with _untouched(judged, job.own_generators) as sums:
                 return job.report(sums, _as_it_is)
         except Exception as error:
             report = job.report_of_failure(error)
@@ -79,6 +79,7 @@ class _Check:
 
     def __init__(self, model: Model, loss_fn: LossFunction, batch: Any, size: int | None) -> None:
         self._model, self._loss_fn, self._batch, self._size = model, loss_fn, batch, size
+        self.own_generators = OwnGenerators()
 
     def report(self, sums: GradientSums, prepare: Callable[[Any], Any]) -> Report:
         """The verdict on the batch as it is."""
@@ -106,7 +107,7 @@ class _Check:
     def report_of_failure(self, error: Exception) -> Report | None:
         """The verdict where already a few rows fail, if that is because they are no rows."""
         for prepare, precision in ((widen, in_float64), (_as_it_is, _nothing)):
-            with _untouched(self._model) as sums, precision(self._model):
+            with _untouched(self._model, self.own_generators) as sums, precision(self._model):
                 what = exact_layout(
                     self._batch,
                     self._loss_fn,
@@ -132,13 +133,13 @@ class _Check:
     ) -> Trial:
         rows = rows_to_use(rows_of(batch), self._size)
         part = to_device(spread_rows(batch, rows), only_device(self._model.parameters()))
-        return Trial(self._model, loss_fn, prepare(part), rows, sums)
+        return Trial(self._model, loss_fn, prepare(part), rows, sums, self.own_generators)
 
 
 @contextmanager
-def _untouched(model: Model) -> Iterator[GradientSums]:
+def _untouched(model: Model, own_generators: OwnGenerators) -> Iterator[GradientSums]:
     """Gradients, buffers and random states are afterwards as they were."""
-    start = Start(model)
+    start = Start(model, own_generators)
     sums = GradientSums(claims=False)  # the accumulators that are judged need the leaves
     try:
         sums.begin(model.parameters())

@@ -14,19 +14,35 @@ from ._state import Snapshot
 
 
 class Start:
-    """Buffers and every generator that a loss may draw from, as they were at the start."""
+    """Buffers and every generator that a loss may draw from, as they were at the start.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: whose buffers.
+        own_generators: those that the loss keeps to itself, as far as they are known.
+    """
+
+    def __init__(self, model: Model, own_generators: "OwnGenerators") -> None:
         self._snapshot = Snapshot(model)
+        self._host = torch.get_rng_state()
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-        self.own_generators = OwnGenerators()
+        self._numpy = _numpy_state()
+        self._elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+        self.own_generators = own_generators
 
     def restore(self) -> None:
         """Put everything back."""
         self.restore_buffers()
         self.restore_generators()
+
+    def has_drawn(self) -> bool:
+        """Whether a generator on the host has moved on; that of another device is taken to have."""
+        return (
+            not torch.equal(torch.get_rng_state(), self._host)
+            or random.getstate() != self._python
+            or repr(_numpy_state()) != repr(self._numpy)
+            or bool(self.own_generators.states)
+            or self._elsewhere
+        )
 
     def restore_buffers(self) -> None:
         """Put back the model's buffers alone."""
@@ -41,22 +57,28 @@ class Start:
         self.own_generators.restore()
 
 
+def _numpy_state() -> Any:
+    """That of its global generator, where it is in use."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
 class OwnGenerators(TorchFunctionMode):
     """Notes the generators that a loss hands to torch's functions, as they are before they are drawn from."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._states: dict[torch.Generator, Tensor] = {}
+        self.states: dict[torch.Generator, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         generator = (kwargs or {}).get("generator")
-        if generator is not None and generator not in self._states:
-            self._states[generator] = generator.get_state()
+        if generator is not None and generator not in self.states:
+            self.states[generator] = generator.get_state()
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
         """Put them back."""
-        for generator, state in self._states.items():
+        for generator, state in self.states.items():
             generator.set_state(state)
 
 

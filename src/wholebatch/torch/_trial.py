@@ -21,7 +21,7 @@ from .._terms import Per
 from ._accumulator import Accumulator
 from ._loss import LossFunction, read
 from ._model import Model
-from ._randomness import SameDraws, Start
+from ._randomness import OwnGenerators, SameDraws, Start
 from ._sums import GradientSums
 from ._tree import map_tensors
 
@@ -41,12 +41,21 @@ class Trial:
         part: the rows.
         rows: how many.
         sums: own the gradients meanwhile.
+        own_generators: those that the loss keeps to itself.
     """
 
-    def __init__(self, model: Model, loss_fn: LossFunction, part: Any, rows: int, sums: GradientSums) -> None:
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFunction,
+        part: Any,
+        rows: int,
+        sums: GradientSums,
+        own_generators: OwnGenerators,
+    ) -> None:
         self.model, self.rows = model, rows
         self._loss_fn, self._part, self._sums = loss_fn, part, sums
-        self.start = Start(model)
+        self.start = Start(model, own_generators)
         self.random = False
         """Whether runs differ by chance; then each has its own draws."""
         self.failure: str | None = None
