@@ -104,7 +104,7 @@ def diagnose(bench: Bench) -> Finding:
     causes = tuple(sorted(shares, key=lambda cause: -shares[cause]))
     if causes and causes[0] in bench.suspects:
         where = bench.where(causes[0])
-    return Finding(causes, where, without_randomness)
+    return Finding(causes, where, without_randomness if "randomness" in causes else None)
 
 
 def _is_noise(bench: Bench) -> bool:

@@ -1,7 +1,5 @@
 """Randomness while a loss is being examined: where it was, and what the loss does without it."""
 
-import random
-import sys
 from typing import Any
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._generators import PythonGenerators
 from ._model import Model
 from ._state import Snapshot
 
@@ -24,8 +23,7 @@ class Start:
     def __init__(self, model: Model, own_generators: "OwnGenerators") -> None:
         self._snapshot = Snapshot(model)
         self._host = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
+        self._python = PythonGenerators()
         self._elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
         self.own_generators = own_generators
 
@@ -38,8 +36,7 @@ class Start:
         """Whether a generator on the host has moved on; that of another device is taken to have."""
         return (
             not torch.equal(torch.get_rng_state(), self._host)
-            or random.getstate() != self._python
-            or repr(_numpy_state()) != repr(self._numpy)
+            or self._python.have_moved()
             or bool(self.own_generators.states)
             or self._elsewhere
         )
@@ -51,16 +48,8 @@ class Start:
     def restore_generators(self) -> None:
         """Put back the random generators alone."""
         self._snapshot.restore_generators()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._python.restore()
         self.own_generators.restore()
-
-
-def _numpy_state() -> Any:
-    """That of its global generator, where it is in use."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
 
 
 class OwnGenerators(TorchFunctionMode):

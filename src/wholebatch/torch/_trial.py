@@ -126,9 +126,7 @@ class Trial:
         """Begin from the start; what is random goes on, unless it is switched off."""
         self.start.restore_buffers()
         if not self.random or self._draws is not None:
-            self.start.restore_generators()
-            if self._seed is not None:
-                torch.manual_seed(self._seed)
+            self._restore_generators()
 
     @contextmanager
     def without(self, off: frozenset[Cause]) -> Iterator[None]:
@@ -160,6 +158,11 @@ class Trial:
             return dict.fromkeys(whole, math.inf)
         return errors(whole, split)
 
+    def _restore_generators(self) -> None:
+        self.start.restore_generators()
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+
     def _counts(self, piece: Any) -> dict[str, Any]:
         """What a user of several terms would give, from the loss itself."""
         terms = read(self._call(piece), self.rows).terms.items()
@@ -169,6 +172,7 @@ class Trial:
         if not self._keeps_buffers:
             self.start.restore_buffers()
         if self._draws is not None:
+            self._restore_generators()
             self._draws.begin_call()
         return self._loss_fn(piece)
 
