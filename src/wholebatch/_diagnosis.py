@@ -132,7 +132,7 @@ def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | Non
             return "wrong-axis", layout
     if bench.sees_batch_statistics():
         return "batch-statistics", ""
-    coupled = [name for name in uncut if not rows_are_separate(bench.rows, views[name])]
+    coupled = [name for name in uncut if not rows_are_separate(range(bench.rows), views[name])]
     if not coupled:
         return None, ""  # pieces fail for a reason of their own
     return "coupled-rows", title(coupled[0]) if len(terms) > 1 else ""

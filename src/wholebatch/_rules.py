@@ -22,6 +22,9 @@ from ._terms import Per
 UNEXPLAINED = 0.005
 """What part of the split's error a rule may leave over."""
 
+FEW = 4
+"""How many rows mostly show which rule holds."""
+
 
 class Observation(NamedTuple):
     """What a term came to for some rows.
@@ -50,8 +53,13 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
         observe: looks at the term.
         eps: the precision of what is observed.
     """
-    seen = _Seen(rows, observe, eps)
-    if not seen.misread(per):
+    alone = {row: observe([row]) for row in range(rows)}
+    order = sorted(alone, key=lambda row: not _counts(alone[row]))  # parts in which nothing counts would fit any rule
+    for several in (order[:FEW], order):
+        seen = _Seen(several, observe, eps)
+        if seen.misread(per):
+            break
+    else:
         return None
     if seen.failed:
         return "coupled-rows"
@@ -82,12 +90,12 @@ def order_matters(rows: int, observe: Observe) -> float:
     return _largest(shuffled.total - as_given.total) / scale if scale else math.inf
 
 
-def rows_are_separate(rows: int, observe: Observe, floor: float = 0.0) -> bool:
+def rows_are_separate(rows: Sequence[int], observe: Observe, floor: float = 0.0) -> bool:
     """Whether the contents of one half of the rows and those of the other act without each other."""
-    half = rows // 2
+    half = len(rows) // 2
     if not half:
         return True
-    first, second = list(range(half)), list(range(half, rows))
+    first, second = list(rows[:half]), list(rows[half:])
     first_other, second_other = second[:half], (first * 2)[: len(second)]
     corners = [observe(one + other) for one in (first, first_other) for other in (second, second_other)]
     if any(corner is None for corner in corners):
@@ -100,11 +108,10 @@ def rows_are_separate(rows: int, observe: Observe, floor: float = 0.0) -> bool:
 class _Seen:
     """The gradients of three parts of unequal size and of everything they make up."""
 
-    def __init__(self, rows: int, observe: Observe, eps: float) -> None:
+    def __init__(self, rows: list[int], observe: Observe, eps: float) -> None:
         self._rows, self._observe = rows, observe
-        second = 1 + max(1, (rows - 1) // 3)
-        order = self._those_that_count_first()
-        self._parts: list[Part] = [frozenset(part) for part in (order[:1], order[1:second], order[second:]) if part]
+        second = 1 + max(1, (len(rows) - 1) // 3)
+        self._parts: list[Part] = [frozenset(part) for part in (rows[:1], rows[1:second], rows[second:]) if part]
         self._totals: dict[Part, Any] = {}
         self._counts: dict[Part, float] = {}
         self.failed = False
@@ -125,11 +132,6 @@ class _Seen:
         self._scale = max(map(_largest, self._totals.values()), default=0.0)
         self._floor = max(1e-9, 256 * eps) * self._scale
         self._wrong = self._scale
-
-    def _those_that_count_first(self) -> list[int]:
-        """All rows; parts in which nothing counts would fit any rule."""
-        alone = {row: self._observe([row]) for row in range(self._rows)}
-        return sorted(alone, key=lambda row: not _counts(alone[row]))
 
     def misread(self, per: Per) -> bool:
         """Whether the library's own rule for such a term fails; remembers by how much."""

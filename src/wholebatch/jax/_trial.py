@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax import numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from .._causes import Cause
 from .._errors import BatchError
@@ -71,7 +72,7 @@ class Trial:
 
     def whole(self, off: frozenset[Cause] = NOTHING_OFF) -> Gradients:
         """The gradient of all rows, plainly, on purpose: nothing of what is being judged."""
-        return by_name(jax.jit(jax.grad(self.objective(off)))(self.params, self._rows, *self._keys))
+        return by_name(jax.jit(jax.grad(self.objective(off)))(*self.arguments))
 
     def objective(self, off: frozenset[Cause] = NOTHING_OFF) -> Callable[..., Any]:
         """The loss of the whole as one number."""
@@ -83,9 +84,15 @@ class Trial:
 
         return objective
 
-    def errors(self, cuts: Sequence[int], off: frozenset[Cause] = NOTHING_OFF) -> ByCut:
+    def program(self) -> ClosedJaxpr:
+        """That of the whole batch's gradient."""
+        return jax.make_jaxpr(jax.grad(self.objective()))(*self.arguments)
+
+    def errors(
+        self, cuts: Sequence[int], off: frozenset[Cause] = NOTHING_OFF, whole: Gradients | None = None
+    ) -> ByCut:
         """Each parameter's error in each cut. A split that fails where the whole does not is infinitely off."""
-        whole = self.whole(off)
+        whole = self.whole(off) if whole is None else whole
         if not any(gradient.any() for gradient in whole.values()):
             raise BatchError(f"the gradient of these {self.rows} rows is zero everywhere: there is nothing to compare")
         by_cut: ByCut = {}
