@@ -50,10 +50,12 @@ class Bench(Protocol):
     tolerance: float
     error: float
     """The split's, over all cuts."""
-    suspects: Sequence[Cause]
-    """What may disturb other measurements and can be switched off, in this order."""
     certain: frozenset[Cause]
-    """Those of them that are known to be there."""
+    """Those of the suspects that are known to be there."""
+
+    @property
+    def suspects(self) -> Sequence[Cause]:
+        """What may disturb other measurements and can be switched off, in this order."""
 
     def repeats(self) -> bool:
         """Whether the same run from the same start comes out the same."""

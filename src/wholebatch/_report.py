@@ -110,7 +110,7 @@ class Report:
             width = max(len(_short(name)) for name, _ in worst)
             lines += ["", "worst parameters", *(f"  {_short(name):<{width}}  {error:.1e}" for name, error in worst)]
         if self.failure:
-            lines += ["", *textwrap.wrap(f"failed with {self.failure}", WIDTH)]
+            lines += ["", *wrapped(f"failed with {self.failure}", WIDTH)]
         return "\n".join(lines)
 
     def _explanation(self) -> list[str]:
@@ -123,7 +123,7 @@ class Report:
             told.append(("besides", f"with the same draw for every row the split is {without}"))
         lines = [""]
         for title, text in told:
-            lines += textwrap.wrap(text, WIDTH, initial_indent=f"{title:<8}", subsequent_indent=" " * 8)
+            lines += wrapped(text, WIDTH, f"{title:<8}")
         return lines
 
 
@@ -140,6 +140,13 @@ def is_low(eps: float) -> bool:
 def tolerance(eps: float, pieces: int) -> float:
     """How far two ways of adding up the same `pieces` may lie apart, relative to the largest entry."""
     return 8 * eps * math.sqrt(pieces) if is_low(eps) else 1e-12
+
+
+def wrapped(text: str, width: int, before: str = "") -> list[str]:
+    """Lines of a terminal, aligned after what stands before the first; names are kept whole."""
+    return textwrap.wrap(
+        text, width, initial_indent=before, subsequent_indent=" " * len(before), break_on_hyphens=False
+    )
 
 
 def _finite(error: float) -> float | None:

@@ -31,11 +31,11 @@ class Observation(NamedTuple):
 
     Args:
         total: the gradient of its total, or of a scalar itself, as one flat array.
-        count: what a `Mean` counted, 1 for others.
+        counted: what a `Mean` counted, 1 for others.
     """
 
     total: Any
-    count: float = 1.0
+    counted: float = 1.0
 
 
 Observe = Callable[[Sequence[int]], Observation | None]

@@ -62,12 +62,20 @@ CASES = {
     "a ratio": (None, masked, (TOKENS, MASK)),
     "several terms": (
         None,
-        lambda w, x, y: {"a": Mean.of(squares(w, x, y), where=y > 0), "b": 0.1 * squares(w, x, y).mean(), "c": Sum(squares(w, x, y).sum())},
+        lambda w, x, y: {
+            "a": Mean.of(squares(w, x, y), where=y > 0),
+            "b": 0.1 * squares(w, x, y).mean(),
+            "c": Sum(squares(w, x, y).sum()),
+        },
         (X, Y),
     ),
     "a penalty on weights": (None, lambda w, x, y: mean(w, x, y) + (w**2).sum(), (X, Y)),
     "two rows": (None, mean, (X[:2], Y[:2])),
-    "a projection that is drawn once": (None, lambda w, x, y: mean(w, x @ jax.random.normal(KEY, (3, 3), x.dtype), y), (X, Y)),
+    "a projection that is drawn once": (
+        None,
+        lambda w, x, y: mean(w, x @ jax.random.normal(KEY, (3, 3), x.dtype), y),
+        (X, Y),
+    ),
     "bfloat16": ("rounding", lambda w, x, y: squares(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16), y).mean(), (X, Y)),
     # means of means
     "a masked mean as a scalar": ("mean-of-means", lambda w, x, m: masked(w, x, m).value, (TOKENS, MASK)),
@@ -85,7 +93,9 @@ CASES = {
     # rows that see each other
     "in-batch negatives": (
         "coupled-rows",
-        lambda w, x: optax.softmax_cross_entropy_with_integer_labels(x @ w[:, None] * (x @ w), jnp.arange(len(x))).mean(),
+        lambda w, x: optax.softmax_cross_entropy_with_integer_labels(
+            x @ w[:, None] * (x @ w), jnp.arange(len(x))
+        ).mean(),
         (X,),
     ),
     "rows less their mean": ("coupled-rows", lambda w, x, y: mean(w, x - x.mean(0), y), (X, Y)),

@@ -2,8 +2,8 @@
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,35 +97,78 @@ def losses(model, b, **options):
 # sound
 
 over_rows(None, "a mean over rows", lambda m, b: losses(m, b).mean())
-over_rows(None, "a float64 model", lambda m, b: losses(m, b).mean(), lambda: mlp().double(), lambda: rows(torch.float64))
-over_rows(None, "a bfloat16 model", lambda m, b: losses(m, b).mean(), lambda: mlp().bfloat16(), lambda: rows(torch.bfloat16))
+over_rows(
+    None, "a float64 model", lambda m, b: losses(m, b).mean(), lambda: mlp().double(), lambda: rows(torch.float64)
+)
+over_rows(
+    None, "a bfloat16 model", lambda m, b: losses(m, b).mean(), lambda: mlp().bfloat16(), lambda: rows(torch.bfloat16)
+)
 over_rows(None, "four rows", lambda m, b: losses(m, b).mean(), batch=lambda: rows(count=4))
 over_rows(None, "two rows", lambda m, b: losses(m, b).mean(), batch=lambda: rows(count=2))
 over_rows(None, "64 rows", lambda m, b: losses(m, b).mean(), batch=lambda: rows(count=64))
 over_rows(None, "a mean given as a ratio", lambda m, b: Mean.of(losses(m, b)))
 over_rows(None, "a sum", lambda m, b: Sum(losses(m, b).sum()))
 over_rows(None, "a weighted ratio", lambda m, b: Mean.of(losses(m, b), where=b["x"][:, 0].abs()))
-over_rows(None, "class weights as a ratio", lambda m, b: Mean(
-    F.cross_entropy(logits(m, b), b["y"], weight=torch.tensor([1.0, 5, 25]).to(b["x"]), reduction="sum"),
-    torch.tensor([1.0, 5, 25]).to(b["x"])[b["y"]].sum(),
-))
-over_rows(None, "several terms", lambda m, b: {
-    "nll": Mean.of(losses(m, b), where=b["y"] > 0), "size": 0.1 * Mean.of(logits(m, b).square()), "l2": Sum(logits(m, b).square().sum()),
-})
-over_rows(None, "a penalty on weights", lambda m, b: losses(m, b).mean() + sum(p.square().sum() for p in m.parameters()))
-over_rows(None, "metrics beside", lambda m, b: (losses(m, b).mean(), {"right": (logits(m, b).argmax(-1) == b["y"]).float().mean()}))
+over_rows(
+    None,
+    "class weights as a ratio",
+    lambda m, b: Mean(
+        F.cross_entropy(logits(m, b), b["y"], weight=torch.tensor([1.0, 5, 25]).to(b["x"]), reduction="sum"),
+        torch.tensor([1.0, 5, 25]).to(b["x"])[b["y"]].sum(),
+    ),
+)
+over_rows(
+    None,
+    "several terms",
+    lambda m, b: {
+        "nll": Mean.of(losses(m, b), where=b["y"] > 0),
+        "size": 0.1 * Mean.of(logits(m, b).square()),
+        "l2": Sum(logits(m, b).square().sum()),
+    },
+)
+over_rows(
+    None, "a penalty on weights", lambda m, b: losses(m, b).mean() + sum(p.square().sum() for p in m.parameters())
+)
+over_rows(
+    None,
+    "metrics beside",
+    lambda m, b: (losses(m, b).mean(), {"right": (logits(m, b).argmax(-1) == b["y"]).float().mean()}),
+)
 over_rows(None, "dropout in eval mode", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.Dropout(0.5)).eval())
 over_rows(None, "dropout of nothing", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.Dropout(0.0)))
 over_rows(None, "BatchNorm in eval mode", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.BatchNorm1d(8)).eval())
-over_rows(None, "GroupNorm and LayerNorm", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.GroupNorm(2, 8), nn.LayerNorm(8)))
+over_rows(
+    None, "GroupNorm and LayerNorm", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.GroupNorm(2, 8), nn.LayerNorm(8))
+)
 over_rows(None, "a normalised row", lambda m, b: losses(m, {**b, "x": F.normalize(b["x"], dim=1)}).mean())
 over_rows(None, "token means as a ratio", lambda m, b: token_mean(m(b["ids"]), b["labels"]), Tokens, tokens)
-over_rows(None, "masked means as a ratio", lambda m, b: Mean(
-    (m(b["ids"]).square().mean(-1) * b["mask"]).sum(), b["mask"].sum()), Tokens, tokens)
-over_rows(None, "a mean of each row's mean", lambda m, b: (token_losses(m, b).sum(1) / b["mask"].sum(1)).mean(), Tokens, tokens)
-over_rows(None, "tied weights", lambda m, b: token_mean(F.linear(m.embedding(b["ids"]), m.embedding.weight), b["labels"]), Tokens, tokens)
-over_rows(None, "sorting within a row", lambda m, b: logits(m, b).sort(-1).values.mul(torch.arange(3).to(b["x"])).mean())
-over_rows(None, "a constant tensor outside", lambda m, b: losses(m, {**b, "x": b["x"] * torch.arange(4).to(b["x"])}).mean())
+over_rows(
+    None,
+    "masked means as a ratio",
+    lambda m, b: Mean((m(b["ids"]).square().mean(-1) * b["mask"]).sum(), b["mask"].sum()),
+    Tokens,
+    tokens,
+)
+over_rows(
+    None,
+    "a mean of each row's mean",
+    lambda m, b: (token_losses(m, b).sum(1) / b["mask"].sum(1)).mean(),
+    Tokens,
+    tokens,
+)
+over_rows(
+    None,
+    "tied weights",
+    lambda m, b: token_mean(F.linear(m.embedding(b["ids"]), m.embedding.weight), b["labels"]),
+    Tokens,
+    tokens,
+)
+over_rows(
+    None, "sorting within a row", lambda m, b: logits(m, b).sort(-1).values.mul(torch.arange(3).to(b["x"])).mean()
+)
+over_rows(
+    None, "a constant tensor outside", lambda m, b: losses(m, {**b, "x": b["x"] * torch.arange(4).to(b["x"])}).mean()
+)
 
 
 @case(None, "attention with a mask")
@@ -171,7 +214,11 @@ def unused_counter():
 @case(None, "noise that comes with the batch")
 def noise_in_the_batch():
     model = mlp()
-    return model, lambda b: cross_entropy(model)({**b, "x": b["x"] + b["noise"]}), {**rows(), "noise": torch.randn(ROWS, 4)}
+    return (
+        model,
+        lambda b: cross_entropy(model)({**b, "x": b["x"] + b["noise"]}),
+        {**rows(), "noise": torch.randn(ROWS, 4)},
+    )
 
 
 @case(None, "a recurrent net")
@@ -203,22 +250,62 @@ def in_float32():
 
 # means of means
 
-over_rows("mean-of-means", "a token mean as a scalar", lambda m, b: F.cross_entropy(
-    m(b["ids"]).reshape(-1, 11), b["labels"].reshape(-1), ignore_index=-100), Tokens, tokens)
-over_rows("mean-of-means", "a token mean as a scalar, four rows", lambda m, b: token_mean(m(b["ids"]), b["labels"]).value, Tokens, lambda: tokens(4))
-over_rows("mean-of-means", "a masked mean as a scalar", lambda m, b: (
-    m(b["ids"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum(), Tokens, tokens)
-over_rows("mean-of-means", "a masked mean with a clamp", lambda m, b: (
-    m(b["ids"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1) + 0.1 * sum(p.square().sum() for p in m.parameters()), Tokens, tokens)
-over_rows("mean-of-means", "class weights", lambda m, b: F.cross_entropy(
-    logits(m, b), b["y"], weight=torch.tensor([1.0, 5, 25]).to(b["x"])))
+over_rows(
+    "mean-of-means",
+    "a token mean as a scalar",
+    lambda m, b: F.cross_entropy(m(b["ids"]).reshape(-1, 11), b["labels"].reshape(-1), ignore_index=-100),
+    Tokens,
+    tokens,
+)
+over_rows(
+    "mean-of-means",
+    "a token mean as a scalar, four rows",
+    lambda m, b: token_mean(m(b["ids"]), b["labels"]).value,
+    Tokens,
+    lambda: tokens(4),
+)
+over_rows(
+    "mean-of-means",
+    "a masked mean as a scalar",
+    lambda m, b: (m(b["ids"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum(),
+    Tokens,
+    tokens,
+)
+over_rows(
+    "mean-of-means",
+    "a masked mean with a clamp",
+    lambda m, b: (
+        (m(b["ids"]).square().mean(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
+        + 0.1 * sum(p.square().sum() for p in m.parameters())
+    ),
+    Tokens,
+    tokens,
+)
+over_rows(
+    "mean-of-means",
+    "class weights",
+    lambda m, b: F.cross_entropy(logits(m, b), b["y"], weight=torch.tensor([1.0, 5, 25]).to(b["x"])),
+)
 over_rows("mean-of-means", "weights", lambda m, b: (losses(m, b) * b["x"][:, 0].abs()).sum() / b["x"][:, 0].abs().sum())
-over_rows("mean-of-means", "rows that are ignored", lambda m, b: F.cross_entropy(logits(m, b), b["y"].where(b["y"] > 0, -100)))
+over_rows(
+    "mean-of-means", "rows that are ignored", lambda m, b: F.cross_entropy(logits(m, b), b["y"].where(b["y"] > 0, -100))
+)
 over_rows("mean-of-means", "chosen rows", lambda m, b: logits(m, b)[b["x"][:, 0] > 0].square().mean())
 over_rows("mean-of-means", "a mean over one", lambda m, b: Mean(losses(m, b).mean(), 1))
-over_rows("mean-of-means", "a token mean times rows", lambda m, b: Mean(token_mean(m(b["ids"]), b["labels"]).value * len(b["ids"]), len(b["ids"])), Tokens, tokens)
-over_rows("mean-of-means", "one term of several", lambda m, b: {
-    "nll": token_mean(m(b["ids"]), b["labels"]).value, "size": 0.1 * Mean.of(m(b["ids"]).square())}, Tokens, tokens)
+over_rows(
+    "mean-of-means",
+    "a token mean times rows",
+    lambda m, b: Mean(token_mean(m(b["ids"]), b["labels"]).value * len(b["ids"]), len(b["ids"])),
+    Tokens,
+    tokens,
+)
+over_rows(
+    "mean-of-means",
+    "one term of several",
+    lambda m, b: {"nll": token_mean(m(b["ids"]), b["labels"]).value, "size": 0.1 * Mean.of(m(b["ids"]).square())},
+    Tokens,
+    tokens,
+)
 
 
 @case("mean-of-means", "one padded row of many")
@@ -235,7 +322,11 @@ def one_padded_row():
 over_rows("sum-as-mean", "a sum as a scalar", lambda m, b: losses(m, b).sum())
 over_rows("sum-as-mean", "a sum over a fixed number", lambda m, b: logits(m, b).square().sum() / 64)
 over_rows("sum-as-mean", "a sum as a scalar, two rows", lambda m, b: losses(m, b).sum(), batch=lambda: rows(count=2))
-over_rows("sum-as-mean", "a sum and a penalty", lambda m, b: losses(m, b).sum() + sum(p.square().sum() for p in m.parameters()))
+over_rows(
+    "sum-as-mean",
+    "a sum and a penalty",
+    lambda m, b: losses(m, b).sum() + sum(p.square().sum() for p in m.parameters()),
+)
 over_rows("sum-as-mean", "a mean and a sum", lambda m, b: losses(m, b).mean() + 0.1 * logits(m, b).square().sum())
 over_rows("sum-as-mean", "a sum over a fixed count", lambda m, b: Mean(losses(m, b).sum(), ROWS))
 over_rows("sum-as-mean", "a sum over tokens", lambda m, b: token_losses(m, b).sum(), Tokens, tokens)
@@ -243,18 +334,45 @@ over_rows("sum-as-mean", "a sum over tokens", lambda m, b: token_losses(m, b).su
 # means as totals
 
 over_rows("mean-as-total", "a mean over the rows", lambda m, b: Mean(losses(m, b).mean(), len(b["y"])))
-over_rows("mean-as-total", "a mean over the rows, mse", lambda m, b: Mean(F.mse_loss(logits(m, b), b["x"][:, :3]), len(b["x"])))
-over_rows("mean-as-total", "a token mean over the tokens", lambda m, b: Mean(
-    token_mean(m(b["ids"]), b["labels"]).value, token_mean(m(b["ids"]), b["labels"]).count), Tokens, tokens)
+over_rows(
+    "mean-as-total",
+    "a mean over the rows, mse",
+    lambda m, b: Mean(F.mse_loss(logits(m, b), b["x"][:, :3]), len(b["x"])),
+)
+over_rows(
+    "mean-as-total",
+    "a token mean over the tokens",
+    lambda m, b: Mean(token_mean(m(b["ids"]), b["labels"]).value, token_mean(m(b["ids"]), b["labels"]).count),
+    Tokens,
+    tokens,
+)
 over_rows("mean-as-total", "a mean as a Sum", lambda m, b: Sum(losses(m, b).mean()))
-over_rows("mean-as-total", "a penalty in a total", lambda m, b: Mean(losses(m, b).sum() + sum(p.square().sum() for p in m.parameters()), len(b["y"])))
+over_rows(
+    "mean-as-total",
+    "a penalty in a total",
+    lambda m, b: Mean(losses(m, b).sum() + sum(p.square().sum() for p in m.parameters()), len(b["y"])),
+)
 
 # batch statistics
 
 over_rows("batch-statistics", "BatchNorm1d", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.BatchNorm1d(8)))
-over_rows("batch-statistics", "BatchNorm1d without running statistics", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False)))
-over_rows("batch-statistics", "BatchNorm1d at the end", lambda m, b: logits(m, b).square().mean(), lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-over_rows("batch-statistics", "a batch norm that is a function", lambda m, b: losses(m, {**b, "x": F.batch_norm(b["x"], None, None, training=True)}).mean())
+over_rows(
+    "batch-statistics",
+    "BatchNorm1d without running statistics",
+    lambda m, b: losses(m, b).mean(),
+    lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False)),
+)
+over_rows(
+    "batch-statistics",
+    "BatchNorm1d at the end",
+    lambda m, b: logits(m, b).square().mean(),
+    lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+)
+over_rows(
+    "batch-statistics",
+    "a batch norm that is a function",
+    lambda m, b: losses(m, {**b, "x": F.batch_norm(b["x"], None, None, training=True)}).mean(),
+)
 
 
 @case("batch-statistics", "BatchNorm2d in a convolutional net")
@@ -276,38 +394,93 @@ def own_batch_norm():
 # randomness
 
 over_rows("randomness", "dropout", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.Dropout(0.5)))
-over_rows("randomness", "a little dropout, few rows", lambda m, b: losses(m, b).mean(), lambda: mlp(nn.Dropout(0.1)), lambda: rows(count=4))
-over_rows("randomness", "noise in the loss", lambda m, b: losses(m, {**b, "x": b["x"] + torch.randn_like(b["x"])}).mean())
+over_rows(
+    "randomness",
+    "a little dropout, few rows",
+    lambda m, b: losses(m, b).mean(),
+    lambda: mlp(nn.Dropout(0.1)),
+    lambda: rows(count=4),
+)
+over_rows(
+    "randomness", "noise in the loss", lambda m, b: losses(m, {**b, "x": b["x"] + torch.randn_like(b["x"])}).mean()
+)
 over_rows("randomness", "Gumbel noise", lambda m, b: (F.gumbel_softmax(logits(m, b), tau=0.5) * b["x"][:, :3]).mean())
 over_rows("randomness", "Python's random numbers", lambda m, b: losses(m, b).mean() * __import__("random").random())
-over_rows("randomness", "NumPy's random numbers", lambda m, b: losses(m, b).mean() * float(__import__("numpy").random.rand()))
-over_rows("randomness", "a token mean with dropout as a ratio", lambda m, b: token_mean(m[1].head(F.dropout(m[0](b["ids"]), 0.2)), b["labels"]), lambda: nn.ModuleList([nn.Embedding(11, 6), Tokens()]), tokens)
+over_rows(
+    "randomness", "NumPy's random numbers", lambda m, b: losses(m, b).mean() * float(__import__("numpy").random.rand())
+)
+over_rows(
+    "randomness",
+    "a token mean with dropout as a ratio",
+    lambda m, b: token_mean(m[1].head(F.dropout(m[0](b["ids"]), 0.2)), b["labels"]),
+    lambda: nn.ModuleList([nn.Embedding(11, 6), Tokens()]),
+    tokens,
+)
 
 
 @case("randomness", "a generator of its own")
 def own_generator():
     model, generator = mlp(), torch.Generator().manual_seed(0)
-    return model, lambda b: losses(model, {**b, "x": b["x"] + torch.randn(b["x"].shape, generator=generator)}).mean(), rows()
+    return (
+        model,
+        lambda b: losses(model, {**b, "x": b["x"] + torch.randn(b["x"].shape, generator=generator)}).mean(),
+        rows(),
+    )
 
 
 # rows that see each other
 
-over_rows("coupled-rows", "in-batch negatives", lambda m, b: F.cross_entropy(logits(m, b) @ logits(m, b).T, torch.arange(len(b["x"]))))
-over_rows("coupled-rows", "a softmax over the batch", lambda m, b: ((b["x"] @ b["x"].T).softmax(-1) @ logits(m, b)).square().mean())
+over_rows(
+    "coupled-rows",
+    "in-batch negatives",
+    lambda m, b: F.cross_entropy(logits(m, b) @ logits(m, b).T, torch.arange(len(b["x"]))),
+)
+over_rows(
+    "coupled-rows",
+    "a softmax over the batch",
+    lambda m, b: ((b["x"] @ b["x"].T).softmax(-1) @ logits(m, b)).square().mean(),
+)
 over_rows("coupled-rows", "rows less their mean", lambda m, b: losses(m, {**b, "x": b["x"] - b["x"].mean(0)}).mean())
-over_rows("coupled-rows", "rows less their mean, four rows", lambda m, b: losses(m, {**b, "x": b["x"] - b["x"].mean(0)}).mean(), batch=lambda: rows(count=4))
-over_rows("coupled-rows", "two towers", lambda m, b: F.cross_entropy(m[0](b["x"]) @ m[1](b["z"]).T, torch.arange(len(b["x"]))),
-          lambda: nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]), lambda: {"x": rows()["x"], "z": rows(count=ROWS + 3)["x"][3:]})
-over_rows("coupled-rows", "sorting", lambda m, b: (logits(m, b)[:, 0].sort().values - b["x"][:, 0].sort().values).square().mean())
+over_rows(
+    "coupled-rows",
+    "rows less their mean, four rows",
+    lambda m, b: losses(m, {**b, "x": b["x"] - b["x"].mean(0)}).mean(),
+    batch=lambda: rows(count=4),
+)
+over_rows(
+    "coupled-rows",
+    "two towers",
+    lambda m, b: F.cross_entropy(m[0](b["x"]) @ m[1](b["z"]).T, torch.arange(len(b["x"]))),
+    lambda: nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]),
+    lambda: {"x": rows()["x"], "z": rows(count=ROWS + 3)["x"][3:]},
+)
+over_rows(
+    "coupled-rows",
+    "sorting",
+    lambda m, b: (logits(m, b)[:, 0].sort().values - b["x"][:, 0].sort().values).square().mean(),
+)
 over_rows("coupled-rows", "the hardest row", lambda m, b: losses(m, b).max())
 over_rows("coupled-rows", "the root of a mean", lambda m, b: losses(m, b).mean().sqrt())
 over_rows("coupled-rows", "pairs as a sum", lambda m, b: torch.pdist(logits(m, b)).sum())
-over_rows("coupled-rows", "load balancing", lambda m, b: 3 * (
-    logits(m, b).softmax(-1).mean(0) * F.one_hot(logits(m, b).argmax(-1), 3).to(b["x"]).mean(0)).sum())
-over_rows("coupled-rows", "in-batch negatives as a ratio", lambda m, b: Mean(
-    F.cross_entropy(logits(m, b) @ logits(m, b).T, torch.arange(len(b["x"])), reduction="sum"), len(b["x"])))
-over_rows("coupled-rows", "one coupled term of several", lambda m, b: {
-    "nll": losses(m, b).mean(), "spread": logits(m, b).var(0).mean()})
+over_rows(
+    "coupled-rows",
+    "load balancing",
+    lambda m, b: (
+        3 * (logits(m, b).softmax(-1).mean(0) * F.one_hot(logits(m, b).argmax(-1), 3).to(b["x"]).mean(0)).sum()
+    ),
+)
+over_rows(
+    "coupled-rows",
+    "in-batch negatives as a ratio",
+    lambda m, b: Mean(
+        F.cross_entropy(logits(m, b) @ logits(m, b).T, torch.arange(len(b["x"])), reduction="sum"), len(b["x"])
+    ),
+)
+over_rows(
+    "coupled-rows",
+    "one coupled term of several",
+    lambda m, b: {"nll": losses(m, b).mean(), "spread": logits(m, b).var(0).mean()},
+)
 
 # the wrong axis
 
@@ -342,7 +515,11 @@ def transposed_square():
 def class_weights():
     model = nn.Linear(4, ROWS)
     batch = {"x": rows()["x"], "y": torch.randint(ROWS, (ROWS,)), "weight": torch.rand(ROWS)}
-    return model, lambda b: Mean.of(F.cross_entropy(model(b["x"]), b["y"], reduction="none") * b["weight"][b["y"]]), batch
+    return (
+        model,
+        lambda b: Mean.of(F.cross_entropy(model(b["x"]), b["y"], reduction="none") * b["weight"][b["y"]]),
+        batch,
+    )
 
 
 @case("wrong-axis", "a scale of features as long as the batch")

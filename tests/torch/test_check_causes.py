@@ -1,8 +1,8 @@
 """`check` says of each loss why its split is not exact, and of sound ones nothing."""
 
 import pytest
-import torch
 from broken import CASES
+
 from wholebatch.torch import check
 
 

@@ -11,12 +11,25 @@
 import importlib
 from typing import Any
 
+from .._comparison import Comparison
+from .._report import Report
 from . import _pytree
 from ._check import check
+from ._compare import compare_gradients
 from ._multi_steps import MultiSteps, multi_steps
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["MultiSteps", "check", "grad", "multi_steps", "nnx", "value_and_grad"]
+__all__ = [
+    "Comparison",
+    "MultiSteps",
+    "Report",
+    "check",
+    "compare_gradients",
+    "grad",
+    "multi_steps",
+    "nnx",
+    "value_and_grad",
+]
 
 _pytree.register()
 

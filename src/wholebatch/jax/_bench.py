@@ -110,7 +110,8 @@ def _same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
 
 def _plain(const: Any) -> Any:
     """Keys have contents of their own."""
-    is_key = jnp.issubdtype(getattr(const, "dtype", None), jax.dtypes.prng_key)
+    dtype = getattr(const, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.key_data(const) if is_key else const
 
 

@@ -82,7 +82,7 @@ class _Check:
         rng_argnums: Argnums,
     ) -> None:
         self._user_fun, self._size, self._has_aux = fun, size, has_aux
-        self._argnums = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums}
+        self._batch_argnums, self._rng_argnums = batch_argnums, rng_argnums
         self._modules = Modules(params) if is_module(params) else None
         self._fun = fun if self._modules is None else self._modules.function(fun)
         self._params = params if self._modules is None else self._modules.params
@@ -142,7 +142,7 @@ class _Check:
     def _make_trial(self, axes: Axes, prepare: Callable[[Any], Any]) -> Trial:
         """Of a few rows, with the rows of each array on that axis."""
         given = self._arguments.batch
-        whole = [prepare(leaf) if axis is None else None for leaf, axis in zip(given, axes, strict=True)]
+        whole: list[Any] = [prepare(leaf) if axis is None else None for leaf, axis in zip(given, axes, strict=True)]
         cut = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(given, axes, strict=True) if axis is not None]
         rows = rows_to_use(len(cut[0]), self._size)
         chosen = np.asarray(rows_to_take(len(cut[0]), rows, _unusual_rows(cut)))
@@ -181,7 +181,12 @@ class _Check:
 
         assert self._modules is not None
         cut = nnx.value_and_grad(
-            self._user_fun, has_aux=self._has_aux, num_micro_batches=pieces, batch_norm="micro", **self._argnums
+            self._user_fun,
+            has_aux=self._has_aux,
+            num_micro_batches=pieces,
+            batch_norm="micro",
+            batch_argnums=self._batch_argnums,
+            rng_argnums=self._rng_argnums,
         )
         args = self._arguments.call(lambda *args: args, (params,), leaves, self._arguments.keys)
         with warnings.catch_warnings():

@@ -41,7 +41,7 @@ class Modules:
         return module
 
     def after(self, run: Callable[[Any], Any], params: Tree) -> tuple[Tree, bool]:
-        """The state besides parameters that a call leaves, random counts as before; and whether batch statistics moved."""
+        """The state that a call leaves, random counts as before, and whether statistics of the batch moved."""
         module = self.merged(params)
         before = self._nnx.state(module, self._nnx.BatchStat)
         before = [variable.get_raw_value() for _, variable in self._nnx.to_flat_state(before)]

@@ -55,8 +55,8 @@ def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], draw: Callable[[
         elif inner is not None:
             made = _evaluate(inner.jaxpr, inner.consts, given, draw)
         else:
-            parameters = equation.primitive.get_bind_params(equation.params)
-            returned = equation.primitive.bind(*given, **parameters)
+            parameters = equation.primitive.get_bind_params(equation.params)  # type: ignore[no-untyped-call]
+            returned = equation.primitive.bind(*given, **parameters)  # type: ignore[no-untyped-call]
             made = returned if equation.primitive.multiple_results else [returned]
         values.update(zip(equation.outvars, made, strict=True))
     return [read(variable) for variable in jaxpr.outvars]

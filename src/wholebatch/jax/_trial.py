@@ -88,9 +88,7 @@ class Trial:
         """That of the whole batch's gradient."""
         return jax.make_jaxpr(jax.grad(self.objective()))(*self.arguments)
 
-    def errors(
-        self, cuts: Sequence[int], off: frozenset[Cause] = NOTHING_OFF, whole: Gradients | None = None
-    ) -> ByCut:
+    def errors(self, cuts: Sequence[int], off: frozenset[Cause] = NOTHING_OFF, whole: Gradients | None = None) -> ByCut:
         """Each parameter's error in each cut. A split that fails where the whole does not is infinitely off."""
         whole = self.whole(off) if whole is None else whole
         if not any(gradient.any() for gradient in whole.values()):

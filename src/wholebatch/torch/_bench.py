@@ -58,7 +58,8 @@ class TorchBench:
         self._keepers = [f"{name or 'the model'} ({type(module).__name__})" for name, module in keepers.items()]
         if keepers or any(module.training for outer in trial.model.modules for module in outer.modules()):
             self.suspects.append("batch-statistics")
-        self.certain: frozenset[Cause] = frozenset({"randomness", *(["batch-statistics"] if keepers else [])})
+        certain: list[Cause] = ["randomness"]
+        self.certain = frozenset(certain + self.suspects[-1:] if keepers else certain)
 
     def judge(self, cuts: Sequence[int]) -> ByCut:
         """The error of each parameter in each cut."""
@@ -87,7 +88,7 @@ class TorchBench:
         self._trial.reset()
         with _BatchNormWatch() as watch:
             self._trial.whole()
-        return watch.seen
+        return bool(watch.seen)
 
     def other_layout(self, off: frozenset[Cause] = NOTHING_OFF) -> str | None:
         return exact_layout(self._batch, self._loss_fn, self._make_trial, off, self.tolerance)
