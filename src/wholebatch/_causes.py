@@ -24,19 +24,19 @@ class Meaning(NamedTuple):
 
 MEANINGS: dict[Cause, Meaning] = {
     "mean-of-means": Meaning(
-        "a mean over tokens, classes or weights, of which pieces hold different amounts",
+        "a mean over tokens, classes or weights, which pieces hold unequally",
         "return Mean(total, count), or token_mean(logits, labels)",
     ),
     "sum-as-mean": Meaning(
-        "a sum, or a sum over a fixed number, is read as a mean over rows",
-        "return Sum(total), or divide by the rows or items of the piece, as .mean() does",
+        "a sum, also one over a fixed number, read as a mean",
+        "return Sum(total), or a mean over the rows or items of the piece",
     ),
     "mean-as-total": Meaning(
         "a mean, or what does not grow with the rows, is given as a total",
         "give the sum, Mean(losses.sum(), count), or return the mean as a scalar",
     ),
     "batch-statistics": Meaning(
-        "rows are normalised by statistics of their batch, which pieces do not have",
+        "rows are normalised by statistics of the batch, which pieces lack",
         'eval mode, GroupNorm or LayerNorm; or accept it with batch_norm="micro"',
     ),
     "randomness": Meaning(
@@ -45,11 +45,11 @@ MEANINGS: dict[Cause, Meaning] = {
     ),
     "coupled-rows": Meaning(
         "the loss of a row changes when another row changes",
-        "no cut is exact: use the largest pieces that fit, or a loss of single rows",
+        "no cut is exact: take larger pieces, or a loss in which rows stand alone",
     ),
     "wrong-axis": Meaning(
         "what is cut along its leading axis is not one entry per row",
-        "put rows on the leading axis, and leave out of the batch what is not per row",
+        "put rows on the leading axis; keep out of the batch what has none",
     ),
     "state": Meaning(
         "a second call differs from the first one, and not by randomness",

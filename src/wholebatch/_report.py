@@ -98,8 +98,11 @@ class Report:
     def __str__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
         lines = [
-            f"{verdict}: the split gradient differs from the whole batch's by {self.error:.1e} of its largest",
-            f"entry, where {self.tolerance:.1e} is allowed ({self.dtype}, {self.rows} rows)",
+            *wrapped(
+                f"{verdict}: the split gradient differs from the whole batch's by {self.error:.1e} of its largest "
+                f"entry, where {self.tolerance:.1e} is allowed ({self.dtype}, {self.rows} rows)",
+                WIDTH,
+            ),
             *self._explanation(),
             "",
             "pieces    error",
