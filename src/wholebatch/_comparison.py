@@ -120,7 +120,7 @@ def _explained(
     if broken:
         return f"{_listed(broken)}: holds entries that are not finite"
     missing = [name for name, (a, b) in pairs.items() if not _largest(a) and _largest(b) > noise]
-    if ratio is not None and len(missing) < len(pairs):
+    if ratio:
         return f"all are {ratio:.5g} times what they should be: {_reason(ratio, hints)}"
     if missing:
         return f"{_listed(missing)}: no gradient, or zero, where there should be one"

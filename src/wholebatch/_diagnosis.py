@@ -128,12 +128,12 @@ def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | Non
         return broken[told[0]], title(told[0]) if len(terms) > 1 else ""
     if not uncut:
         return None, ""
+    if bench.sees_batch_statistics():
+        return "batch-statistics", ""
     if _may_not_be_rows(bench, views[uncut[0]]):
         layout = bench.other_layout(off)
         if layout is not None:
             return "wrong-axis", layout
-    if bench.sees_batch_statistics():
-        return "batch-statistics", ""
     coupled = [name for name in uncut if not rows_are_separate(range(bench.rows), views[name])]
     if not coupled:
         return None, ""  # pieces fail for a reason of their own

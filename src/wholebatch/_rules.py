@@ -90,6 +90,12 @@ def order_matters(rows: int, observe: Observe) -> float:
     return _largest(shuffled.total - as_given.total) / scale if scale else math.inf
 
 
+def rows_matter(rows: int, observe: Observe) -> bool:
+    """Whether rows differ in what they come to; a loss that looks at none of them is exact for no reason."""
+    one, other = observe([0]), observe([rows - 1])
+    return one is not None and other is not None and _largest(one.total - other.total) > 1e-6 * _largest(one.total)
+
+
 def rows_are_separate(rows: Sequence[int], observe: Observe, floor: float = 0.0) -> bool:
     """Whether the contents of one half of the rows and those of the other act without each other."""
     half = len(rows) // 2
@@ -135,6 +141,8 @@ class _Seen:
 
     def misread(self, per: Per) -> bool:
         """Whether the library's own rule for such a term fails; remembers by how much."""
+        if len(self._parts) < 2:
+            return False
         if not self._unions or len(self._totals) < 2 ** len(self._parts) - 1:
             return True
 

@@ -171,6 +171,9 @@ over_rows(
 )
 
 
+over_rows(None, "the largest logit of a row", lambda m, b: logits(m, b).max(-1).values.mean())
+
+
 @case(None, "attention with a mask")
 def attention():
     layer, head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 11)
@@ -481,6 +484,15 @@ over_rows(
     "one coupled term of several",
     lambda m, b: {"nll": losses(m, b).mean(), "spread": logits(m, b).var(0).mean()},
 )
+
+# what the loss does not look at is not why
+
+
+@case("coupled-rows", "differences between neighbours beside an unused tensor")
+def neighbours():
+    model = mlp()
+    return model, lambda b: model(b["x"][1:] - b["x"][:-1]).square().mean(), {**rows(), "unused": torch.randn(ROWS, 2)}
+
 
 # the wrong axis
 

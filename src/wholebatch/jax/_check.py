@@ -17,6 +17,7 @@ from .._diagnosis import Finding, diagnose
 from .._layouts import other_layouts
 from .._plan import check_sizes
 from .._report import Report, tolerance
+from .._rules import rows_matter
 from .._sample import cuts_to_try, rows_to_take, rows_to_use
 from ._arguments import Argnums, Arguments
 from ._bench import JaxBench
@@ -227,7 +228,8 @@ class _Check:
         for what, layout in other_layouts(shapes):
             try:
                 trial = self._make_trial([layout[path] for path in paths], prepare)
-                if trial.error_without(off, [2, min(3, trial.rows)]) <= allowed and trial.rows > 1:
+                exact = trial.rows > 1 and trial.error_without(off, [2, min(3, trial.rows)]) <= allowed
+                if exact and any(rows_matter(trial.rows, trial.view(term, off)) for term in trial.terms()):
                     return what
             except Exception:  # it cannot be meant like this
                 continue

@@ -22,7 +22,7 @@ from .._errors import BatchError
 from .._generators import PythonGenerators
 from .._mean import Mean, Sum
 from .._report import largest_error
-from .._rules import Observation
+from .._rules import Observation, Observe
 from .._terms import Per, named_terms
 from ._loss import read
 from ._randomness import with_same_draws
@@ -137,6 +137,10 @@ class Trial:
         entries = [np.asarray(gradient).reshape(-1) for gradient in jax.tree.leaves(gradients)]
         parts = [part for flat in entries for part in ((flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,))]
         return Observation(np.concatenate(parts).astype(np.float64), float(count))
+
+    def view(self, term: str, off: frozenset[Cause]) -> Observe:
+        """The same as a function of the rows."""
+        return lambda rows: self.observe(term, off, rows)
 
     def _observer(self, term: str, off: frozenset[Cause]) -> Callable[..., Any]:
         key = (term, off, self._seed)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from .._causes import Cause
 from .._layouts import Layout, other_layouts
 from .._report import largest_error
-from .._rules import Observation
+from .._rules import Observation, rows_matter
 from .._terms import Per
 from . import _statistics as statistics
 from ._loss import LossFunction
@@ -125,7 +125,8 @@ def exact_layout(
     for what, layout in other_layouts(shapes):
         try:
             trial = make_trial(*_laid_out(batch, loss_fn, layout))
-            if trial.error_without(off, [2, min(3, trial.rows)]) <= tolerance and trial.rows > 1:
+            exact = trial.rows > 1 and trial.error_without(off, [2, min(3, trial.rows)]) <= tolerance
+            if exact and any(rows_matter(trial.rows, trial.view(term, off)) for term in trial.terms):
                 return what
         except Exception:  # it cannot be meant like this
             continue

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._causes import Cause
 from .._errors import BatchError
 from .._report import largest_error
-from .._rules import Observation
+from .._rules import Observation, Observe
 from .._terms import Per
 from ._accumulator import Accumulator
 from ._loss import LossFunction, read
@@ -121,6 +121,10 @@ class Trial:
                 return None
         flat = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
         return Observation(torch.cat([gradient.double().reshape(-1) for gradient in flat]), count)
+
+    def view(self, term: str, off: frozenset[Cause]) -> Observe:
+        """The same as a function of the rows."""
+        return lambda rows: self.observe(term, off, rows)
 
     def reset(self) -> None:
         """Begin from the start; what is random goes on, unless it is switched off."""
