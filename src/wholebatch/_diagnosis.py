@@ -134,7 +134,7 @@ def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | Non
         layout = bench.other_layout(off)
         if layout is not None:
             return "wrong-axis", layout
-    coupled = [name for name in uncut if not rows_are_separate(range(bench.rows), views[name])]
+    coupled = [name for name in uncut if not rows_are_separate(bench.rows, views[name])]
     if not coupled:
         return None, ""  # pieces fail for a reason of their own
     return "coupled-rows", title(coupled[0]) if len(terms) > 1 else ""

@@ -55,7 +55,7 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
     """
     alone = {row: observe([row]) for row in range(rows)}
     order = sorted(alone, key=lambda row: not _counts(alone[row]))  # parts in which nothing counts would fit any rule
-    for several in (order[:FEW], order):
+    for several in (order[:FEW], order, order[::-1]):
         seen = _Seen(several, observe, eps)
         if seen.misread(per):
             break
@@ -68,7 +68,7 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
             return "sum-as-mean"
         if seen.weighted():
             return "mean-of-means"
-        return "sum-as-mean" if seen.separate() else "coupled-rows"
+        return "sum-as-mean" if rows_are_separate(rows, observe, seen.floor) else "coupled-rows"
     if per is Per.OWN_COUNT:
         if seen.adds():
             return "sum-as-mean"
@@ -76,7 +76,7 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
             return "mean-of-means" if seen.counts_alike() else "mean-as-total"
         if seen.weighted(normalised=True):
             return "mean-of-means"
-    if seen.weighted() or seen.offset() or seen.separate():
+    if seen.weighted() or seen.offset() or rows_are_separate(rows, observe, seen.floor):
         return "mean-as-total"
     return "coupled-rows"
 
@@ -96,13 +96,16 @@ def rows_matter(rows: int, observe: Observe) -> bool:
     return one is not None and other is not None and _largest(one.total - other.total) > 1e-6 * _largest(one.total)
 
 
-def rows_are_separate(rows: Sequence[int], observe: Observe, floor: float = 0.0) -> bool:
-    """Whether the contents of one half of the rows and those of the other act without each other."""
-    half = len(rows) // 2
-    if not half:
-        return True
-    first, second = list(rows[:half]), list(rows[half:])
-    first_other, second_other = second[:half], (first * 2)[: len(second)]
+def rows_are_separate(rows: int, observe: Observe, floor: float = 0.0) -> bool:
+    """Whether the contents of one half of the rows act without those of the other, for several ways of halving."""
+    given = list(range(rows))
+    halvings = [given, given[::2] + given[1::2], given[1:] + given[:1]]
+    return rows < 2 or all(_halves_are_separate(order, observe, floor) for order in halvings)
+
+
+def _halves_are_separate(rows: list[int], observe: Observe, floor: float) -> bool:
+    first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    first_other, second_other = second[: len(first)], (first * 2)[: len(second)]
     corners = [observe(one + other) for one in (first, first_other) for other in (second, second_other)]
     if any(corner is None for corner in corners):
         return False
@@ -115,7 +118,6 @@ class _Seen:
     """The gradients of three parts of unequal size and of everything they make up."""
 
     def __init__(self, rows: list[int], observe: Observe, eps: float) -> None:
-        self._rows, self._observe = rows, observe
         second = 1 + max(1, (len(rows) - 1) // 3)
         self._parts: list[Part] = [frozenset(part) for part in (rows[:1], rows[1:second], rows[second:]) if part]
         self._totals: dict[Part, Any] = {}
@@ -136,7 +138,7 @@ class _Seen:
             if min(one) < min(other) and not one & other and one | other in self._totals
         ]
         self._scale = max(map(_largest, self._totals.values()), default=0.0)
-        self._floor = max(1e-9, 256 * eps) * self._scale
+        self.floor = max(1e-9, 256 * eps) * self._scale
         self._wrong = self._scale
 
     def misread(self, per: Per) -> bool:
@@ -154,7 +156,7 @@ class _Seen:
             return total * (self._counts[one | other] / counted) if per is Per.OWN_COUNT and counted else total
 
         self._wrong = self._left_over(as_read)
-        return self._wrong > self._floor
+        return self._wrong > self.floor
 
     def adds(self) -> bool:
         return self._holds(lambda one, other: self._totals[one] + self._totals[other])
@@ -185,16 +187,12 @@ class _Seen:
                 continue
             predicted = sum(weights[part] * values[part] for part in inside) / weight if weight else 0 * value
             left_over = max(left_over, _largest(value - predicted))
-        allowed = UNEXPLAINED * self._wrong + self._floor
+        allowed = UNEXPLAINED * self._wrong + self.floor
         return bool(parts) and left_over <= (allowed / (max(self._counts.values()) or 1) if normalised else allowed)
-
-    def separate(self) -> bool:
-        """Whether no half of the rows sees the other."""
-        return rows_are_separate(self._rows, self._observe, self._floor)
 
     def _holds(self, rule: Callable[[Part, Part], Any]) -> bool:
         whole = len(self._totals) == 2 ** len(self._parts) - 1  # what fails or is not a number is no sum
-        return whole and bool(self._unions) and self._left_over(rule) <= UNEXPLAINED * self._wrong + self._floor
+        return whole and bool(self._unions) and self._left_over(rule) <= UNEXPLAINED * self._wrong + self.floor
 
     def _left_over(self, rule: Callable[[Part, Part], Any]) -> float:
         return max(_largest(self._totals[union] - rule(one, other)) for one, other, union in self._unions)

@@ -106,10 +106,10 @@ def test_order_and_separateness():
     assert order_matters(ROWS, in_order) > 1e-3
     assert order_matters(ROWS, lambda rows: Observation(mean(list(rows)))) < 1e-12
     assert order_matters(ROWS, lambda rows: None) == math.inf
-    assert rows_are_separate(range(ROWS), lambda rows: Observation(total(list(rows))), 1e-12)
-    assert not rows_are_separate(range(ROWS), lambda rows: Observation(coupled(list(rows))))
-    assert not rows_are_separate(range(ROWS), lambda rows: None)
-    assert rows_are_separate(range(1), lambda rows: None)
+    assert rows_are_separate(ROWS, lambda rows: Observation(total(list(rows))), 1e-12)
+    assert not rows_are_separate(ROWS, lambda rows: Observation(coupled(list(rows))))
+    assert not rows_are_separate(ROWS, lambda rows: None)
+    assert rows_are_separate(1, lambda rows: None)
 
 
 @dataclass
