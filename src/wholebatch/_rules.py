@@ -203,7 +203,7 @@ def _counts(observation: Observation | None) -> bool:
 
 
 def _weights(parts: list[Part], values: dict[Part, Any]) -> list[float]:
-    """The weights, adding up to 1, under which the parts come nearest to explaining their unions.
+    """The weights, the largest of them 1, under which the parts come nearest to explaining their unions.
 
     Σ_P w_P (G(P) - G(S)) = 0 for every union S: with the Gram matrix M of these differences, M w ∝ 1.
     """
