@@ -22,8 +22,11 @@ from ._terms import Per
 UNEXPLAINED = 0.005
 """What part of the split's error a rule may leave over."""
 
-FEW = 4
-"""How many rows mostly show which rule holds."""
+FEW, MANY = 4, 32
+"""How many rows mostly show which rule holds, and how many are looked at one by one at most."""
+
+ENTRIES = 2**16
+"""How many entries of a parameter's gradient are looked at: rules hold for each entry."""
 
 
 class Observation(NamedTuple):
@@ -53,8 +56,9 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
         observe: looks at the term.
         eps: the precision of what is observed.
     """
-    alone = {row: observe([row]) for row in range(rows)}
-    order = sorted(alone, key=lambda row: not _counts(alone[row]))  # parts in which nothing counts would fit any rule
+    alone = {row: observe([row]) for row in range(min(rows, MANY))}
+    # parts in which nothing counts would fit any rule, so rows that count come first
+    order = sorted(range(rows), key=lambda row: row in alone and not _counts(alone[row]))
     for several in (order[:FEW], order, order[::-1]):
         seen = _Seen(several, observe, eps)
         if seen.misread(per):
@@ -79,6 +83,11 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
     if seen.weighted() or seen.offset() or rows_are_separate(rows, observe, seen.floor):
         return "mean-as-total"
     return "coupled-rows"
+
+
+def stride(entries: int) -> int:
+    """Every how many entries of a gradient one is looked at."""
+    return max(1, -(-entries // ENTRIES))
 
 
 def order_matters(rows: int, observe: Observe) -> float:

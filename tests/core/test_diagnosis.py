@@ -10,7 +10,7 @@ from wholebatch._causes import MEANINGS
 from wholebatch._diagnosis import Finding, diagnose
 from wholebatch._layouts import other_layouts
 from wholebatch._report import Report
-from wholebatch._rules import Observation, order_matters, rows_are_separate, rule_broken
+from wholebatch._rules import Observation, order_matters, rows_are_separate, rule_broken, stride
 from wholebatch._sample import rows_to_take
 from wholebatch._terms import Per
 
@@ -78,6 +78,18 @@ def test_two_rows_tell_a_sum_from_a_weighted_mean():
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(total(list(rows))), EPS) == "sum-as-mean"
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(weighted(list(rows))), EPS) == "mean-of-means"
     assert rule_broken(Per.ROWS, 1, lambda rows: Observation(total(list(rows))), EPS) is None
+
+
+def test_of_many_rows_and_entries_some_are_looked_at():
+    looked = []
+
+    def observe(rows):
+        looked.append(list(rows))
+        return Observation(np.array([float(len(rows))]))
+
+    assert rule_broken(Per.ROWS, 1000, observe, EPS) == "sum-as-mean"
+    assert len(looked) < 50
+    assert [stride(n) for n in (0, 1, 2**16, 2**16 + 1, 2**20)] == [1, 1, 1, 2, 16]
 
 
 def test_noise_hides_no_rule():

@@ -22,7 +22,7 @@ from .._errors import BatchError
 from .._generators import PythonGenerators
 from .._mean import Mean, Sum
 from .._report import largest_error
-from .._rules import Observation, Observe
+from .._rules import Observation, Observe, stride
 from .._terms import Per, named_terms
 from ._loss import read
 from ._randomness import with_same_draws
@@ -134,7 +134,7 @@ class Trial:
             gradients, count = self._observer(term, off)(self.params, [leaf[index] for leaf in self._rows], *self._keys)
         except Exception:
             return None
-        entries = [np.asarray(gradient).reshape(-1) for gradient in jax.tree.leaves(gradients)]
+        entries = [leaf.reshape(-1)[:: stride(leaf.size)] for leaf in map(np.asarray, jax.tree.leaves(gradients))]
         parts = [part for flat in entries for part in ((flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,))]
         return Observation(np.concatenate(parts).astype(np.float64), float(count))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._causes import Cause
 from .._errors import BatchError
 from .._report import largest_error
-from .._rules import Observation, Observe
+from .._rules import Observation, Observe, stride
 from .._terms import Per
 from ._accumulator import Accumulator
 from ._loss import LossFunction, read
@@ -119,8 +119,9 @@ class Trial:
                     gradients = self._gradients(run)
             except Exception:
                 return None
-        flat = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
-        return Observation(torch.cat([gradient.double().reshape(-1) for gradient in flat]), count)
+        real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
+        some = [gradient.reshape(-1)[:: stride(gradient.numel())].double() for gradient in real]
+        return Observation(torch.cat([entries.to(some[0].device) for entries in some]), count)
 
     def view(self, term: str, off: frozenset[Cause]) -> Observe:
         """The same as a function of the rows."""
