@@ -38,7 +38,7 @@ def check(
     batch_argnums: Argnums | None = None,
     rng_argnums: Argnums = (),
 ) -> Report:
-    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
+    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
     Args:
         fun: as for `value_and_grad`, called as `fun(params, *batch)`.
@@ -240,7 +240,7 @@ def _unusual_rows(leaves: list[Array]) -> list[int]:
     """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
     found = []
     for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             array = np.asarray(leaf)
             empty = ((array == 0) | (array == -100)).reshape(len(array), -1).sum(1)
             if empty.min() < empty.max():

@@ -32,9 +32,9 @@ def check(
     *,
     micro_batch_size: int | None = None,
 ) -> Report:
-    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
+    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
-    Parameters, buffers, gradients and random generators are as before afterwards.
+    Parameters, buffers, gradients, modes and random generators are as before afterwards.
 
     Args:
         model: as for `Accumulator`.
@@ -42,6 +42,7 @@ def check(
         batch: as for `Accumulator.backward`, but no `Window`; a few rows are used, spread over it.
         micro_batch_size: a size to try besides the usual ones.
 
+    >>> import torch
     >>> model = torch.nn.Linear(4, 1)
     >>> x, y = torch.randn(50, 4), torch.randn(50, 1)
     >>> check(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y)).exact

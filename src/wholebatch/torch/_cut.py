@@ -86,7 +86,7 @@ def _unusual_rows(batch: Any) -> list[int]:
     """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
     found = []
     for _, tensor in tensors(batch):
-        if tensor.dim() and tensor.layout == torch.strided:
+        if tensor.dim() and tensor.numel() and tensor.layout == torch.strided:
             empty = ((tensor == 0) | (tensor == IGNORED)).reshape(len(tensor), -1).sum(1)
             if empty.min() < empty.max():
                 found += [int(empty.argmin()), int(empty.argmax())]
