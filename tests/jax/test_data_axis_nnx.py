@@ -113,6 +113,31 @@ def test_every_device_drops_out_by_a_key_of_its_own_and_counts_on(pieces, types)
     assert (jax.random.key_data(model.rngs.default.key[...]) == keys).all()
 
 
+def test_layers_in_a_loop_have_streams_of_their_own_on_every_device():
+    class Layers(nnx.Module):
+        def __init__(self):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap
+            def make(rngs):
+                return nnx.Dropout(0.5, rngs=rngs)
+
+            self.w, self.layers = nnx.Param(jnp.ones(())), make(nnx.Rngs(0))
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            def one_after_another(layer, x):
+                return layer(x)
+
+            return one_after_another(self.layers, self.w[...] * x)
+
+    model = Layers()
+    before = model.layers.rngs.count[...]
+    step = value_and_grad(lambda m, x: (m(x).mean(), m(x)), has_aux=True, data_axis="data", mesh=make_mesh())
+    (_, kept), _ = nnx.jit(step)(model, jnp.ones((8, 64)))
+    assert len({tuple(row) for row in np.asarray(kept).tolist()}) == 8
+    assert (model.layers.rngs.count[...] == before + 2).all()
+
+
 def test_dropout_without_keys_of_its_own_would_draw_alike():
     """The negative control: what a key in a closure does."""
     key = jax.random.key(0)

@@ -59,6 +59,17 @@ class Arguments:
         uncut = [leaf for leaf, cut in zip(self._leaves, self._cut, strict=True) if not cut]
         self.whole = [leaf for leaf in (*uncut, *self._other_leaves) if isinstance(leaf, Array)]
 
+    def paths(self) -> list[str]:
+        """What the user calls the arrays that are cut."""
+        positional, by_name = self._given_batch()
+        named = {self._names[i]: arg for i, arg in zip(self._batch_at, positional, strict=True)} | by_name
+        every = [
+            name + jax.tree_util.keystr(path)
+            for name, tree in named.items()
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        return [path for path, cut in zip(every, self._cut, strict=True) if cut]
+
     def call(
         self,
         fun: Callable[..., Any],

@@ -50,9 +50,10 @@ def refuse_what_differs(step: Callable[[State, Tree], State], state: State, own:
 
     values = [[variables[path].get_raw_value() for path in paths] for paths in (others, streams)]
     jaxpr = _without_side_effects(jax.make_jaxpr(left)(*values, own).jaxpr)
-    same = len(jax.tree.leaves(values[0]))
+    by_leaf = [path for path, value in zip(others, values[0], strict=True) for _ in jax.tree.leaves(value)]
+    same = len(by_leaf)
     kept = jaxpr.invars[same : same + len(streams)] == jaxpr.outvars[same:]
-    named = [path for i, path in enumerate(others) if any(_inputs_used(jaxpr, i)[same:])]
+    named = {path for i, path in enumerate(by_leaf) if any(_inputs_used(jaxpr, i)[same:])}
     if named or not kept:
         paths = ", ".join(sorted(".".join(map(str, path[1:])) for path in named or streams))
         raise LossError(
