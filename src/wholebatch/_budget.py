@@ -121,6 +121,7 @@ class Plan:
 
 
 def fitted(
+    chosen: int,
     peak: Callable[[int], int],
     parts: Callable[[int, int], Mapping[str, int]],
     *,
@@ -129,9 +130,10 @@ def fitted(
     sizes: Callable[[int], Mapping[int, int]],
     remarks: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan for the largest micro-batch that fits.
+    """The plan for the micro-batch that was chosen.
 
     Args:
+        chosen: the largest that fits.
         peak: the bytes that a step holds whose pieces have that many rows; the whole batch's rows mean one piece.
         parts: what the peak consists of, by size and peak.
         rows: rows of the batch.
@@ -139,7 +141,6 @@ def fitted(
         sizes: the peaks of the sizes that are shown, when the one that was chosen is known.
         remarks: what the numbers take for granted.
     """
-    chosen = largest_that_fits(peak, rows, memory)
     predicted = peak(chosen)
     return Plan(
         micro_batch_size=chosen,

@@ -98,7 +98,9 @@ def test_a_budget_too_small_for_one_row_names_what_is_needed():
 
 
 def a_plan(memory=1500):
+    peak = lambda size: 1000 + 100 * size  # noqa: E731
     return fitted(
+        largest_that_fits(peak, 10, memory),
         lambda size: 1000 + 100 * size,
         lambda size, peak: {
             "parameters": 300,

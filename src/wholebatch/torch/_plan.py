@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._budget import Plan, bytes_of, fitted
+from .._budget import Plan, bytes_of, fitted, largest_that_fits
 from .._errors import BatchError, OptionError
 from ._accumulator import SumOptions
 from ._cut import rows_of
@@ -73,10 +73,10 @@ def plan(
     remarks = () if optimizer is not None else ("no optimizer was given: its state and its step are not counted",)
     with Rehearsal(planned, loss_fn, batch, optimizer, counts, options) as rehearsal:
         steps = _Steps(rehearsal, rows)
-        fitting = fitted(steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
-        if not steps.confirm(fitting.micro_batch_size):
-            fitting = fitted(steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
-    return fitting
+        chosen = largest_that_fits(steps.peak, rows, budget)
+        if not steps.confirm(chosen):
+            chosen = largest_that_fits(steps.peak, rows, budget)
+        return fitted(chosen, steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
 
 
 class _Steps:
