@@ -12,13 +12,31 @@ import importlib
 from typing import Any
 
 from .._budget import Plan
+from .._comparison import Comparison
+from .._report import Report
 from . import _pytree
 from ._check import check
+from ._collectives import Collectives, collectives
+from ._compare import compare_gradients
 from ._multi_steps import MultiSteps, multi_steps
 from ._plan import plan
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["MultiSteps", "Plan", "check", "grad", "multi_steps", "nnx", "plan", "value_and_grad"]
+__all__ = [
+    "Collectives",
+    "Comparison",
+    "MultiSteps",
+    "Plan",
+    "Report",
+    "check",
+    "collectives",
+    "compare_gradients",
+    "grad",
+    "multi_steps",
+    "nnx",
+    "plan",
+    "value_and_grad",
+]
 
 _pytree.register()
 

@@ -8,10 +8,12 @@
 """
 
 from .._budget import Plan
+from .._comparison import Comparison
 from .._report import Report
 from . import _pytree
 from ._accumulator import Accumulator, backward
 from ._check import check
+from ._compare import compare_gradients
 from ._evaluate import evaluate
 from ._plan import plan
 from ._rates import scale_lr
@@ -22,6 +24,7 @@ from ._window import Window, windows
 
 __all__ = [
     "Accumulator",
+    "Comparison",
     "History",
     "Plan",
     "Report",
@@ -29,6 +32,7 @@ __all__ = [
     "Window",
     "backward",
     "check",
+    "compare_gradients",
     "evaluate",
     "plan",
     "scale_lr",
