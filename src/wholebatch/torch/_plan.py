@@ -95,8 +95,9 @@ class _Steps:
     def confirm(self, size: int) -> bool:
         """Rehearse a size for itself; says whether that is what the line told."""
         told, found = self.peak(size), self._peak(self._rehearse(size, self._pieces(size)))
-        self._on_a_line = abs(found - told) <= told / 1000
-        return self._on_a_line
+        confirmed = abs(found - told) <= told / 1000
+        self._on_a_line = self._on_a_line and confirmed
+        return confirmed
 
     def parts(self, size: int, peak: int) -> Mapping[str, int]:
         """What the peak consists of; where that is in the optimizer's step, its temporaries are fixed."""
@@ -112,10 +113,11 @@ class _Steps:
 
     def curve(self, chosen: int) -> Mapping[int, int]:
         """The peaks of some sizes, from one row to the whole batch."""
+        self._line(self._rows - 1)
         doubling = {2**power for power in range(self._rows.bit_length())}
         some = {*doubling, 3, *(3 * size // 2 for size in doubling), chosen, chosen + 1, self._rows - 1}
-        if not self._on_a_line:
-            some = {chosen, *(size for size, _ in self._rehearsed)}
+        if not self._on_a_line:  # each size takes a rehearsal
+            some = {*sorted(doubling)[::2], chosen, *(size for size, _ in self._rehearsed)}
         return {size: self.peak(size) for size in some | {self._rows} if 1 <= size <= self._rows}
 
     def _peak(self, timeline: Timeline) -> int:
@@ -144,7 +146,12 @@ class _Steps:
     def _per_row(self, size: int) -> int:
         """By how many bytes the peak before the optimizer's step grows with a row."""
         line = self._line(size) or self._line_from(size, self._pieces(size))
-        return 0 if line is None else line.growth_at_peak(size)
+        if line is not None:
+            return line.growth_at_peak(size)
+        smaller = size // 2
+        if not smaller:
+            return 0
+        return (self._timeline(size).peak() - self._timeline(smaller).peak()) // (size - smaller)
 
     def _rehearse(self, size: int, pieces: int) -> Timeline:
         if (size, pieces) not in self._rehearsed:
