@@ -145,13 +145,11 @@ class _Steps:
 
     def _per_row(self, size: int) -> int:
         """By how many bytes the peak before the optimizer's step grows with a row."""
-        line = self._line(size) or self._line_from(size, self._pieces(size))
-        if line is not None:
-            return line.growth_at_peak(size)
-        smaller = size // 2
-        if not smaller:
-            return 0
-        return (self._timeline(size).peak() - self._timeline(smaller).peak()) // (size - smaller)
+        pieces, smaller = self._pieces(size), size // 2
+        line = self._line(size) or self._line_from(size, pieces)
+        if line is not None or not smaller:
+            return line.growth_at_peak(size) if line else 0
+        return (self._rehearse(size, pieces).peak() - self._rehearse(smaller, pieces).peak()) // (size - smaller)
 
     def _rehearse(self, size: int, pieces: int) -> Timeline:
         if (size, pieces) not in self._rehearsed:
