@@ -15,7 +15,7 @@ from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._batch import OpenBatch, summed_counts
-from ._cut import Cut, to_device
+from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
@@ -187,7 +187,7 @@ class Accumulator:
         parameters = require(self._model.parameters())
         device = only_device(parameters)
         pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model))
+        self._open = OpenBatch(parameters, Snapshot(self._model, parameters))
         with self._discarding():
             self._open.begin(
                 rows=pieces.rows,
@@ -198,9 +198,9 @@ class Accumulator:
                 ignored_labels=self._ignored_labels(batch),
             )
             with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces:
+                for piece, rows in pieces.on(device):
                     start_piece()
-                    self._open.add(loss_fn(to_device(piece, device)), rows)
+                    self._open.add(loss_fn(piece), rows)
 
     def _finish(self, step: Step) -> Result:
         batch = self._open
@@ -218,12 +218,11 @@ class Accumulator:
             step.abandon()
             raise
         self._open = None
-        parameters = self._model.parameters()
         stepped = False
         if refused:
-            step.zero(parameters)
+            step.zero(batch.parameters)
         else:
-            stepped = step.take(parameters)
+            stepped = step.take(batch.parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
 
