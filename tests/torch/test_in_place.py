@@ -20,7 +20,7 @@ from reference import assert_exact
 from wholebatch import Mean, OptionError
 from wholebatch._report import tolerance
 from wholebatch.torch import Accumulator
-from wholebatch.torch import _in_place as in_place
+from wholebatch.torch import _formulas as formulas
 
 ROWS, TOKENS, WIDTH, WORDS = 10, 5, 6, 11
 
@@ -207,7 +207,7 @@ def take_gradients_of(model: nn.Module, ids: Tensor, on: bool) -> dict[str, np.n
 
 
 def test_a_sum_that_leaves_out_a_piece_is_noticed(monkeypatch):
-    monkeypatch.setattr(in_place._Linear, "add", lambda module, sum, x, g: None)
+    monkeypatch.setattr(formulas.Linear, "add", lambda module, sum, x, g: None)
     model, ids = Language(), make_ids()
     whole = whole_gradients(model, lambda: make_loss(model)(ids).value)
     with pytest.raises(AssertionError, match="is off by"):

@@ -1,14 +1,12 @@
 """In place: weight gradients are summed straight into `.grad`, where they are made.
 
-    grad ← grad + gᵀ x              a linear layer: one matrix product with beta 1
-    grad[i] ← grad[i] + g           an embedding: the rows that occurred
+    grad ← grad + ∂L/∂W
 
 Autograd makes a temporary of the weight's size for each piece and takes another pass to add it to `.grad`; with small
 pieces and large weights that is most of the time. While a batch is open the layers' `forward` is one whose backward
 adds instead, and tells autograd that there is nothing left to add.
 
-Under autocast the two factors are cast, as autocast would cast them, and their product is added to `.grad` in its own
-dtype. So are gradients of 16 bits to sums of 32.
+Under autocast a layer's factors are cast as autocast would cast them, and their product is added in the sum's dtype.
 
 It steps aside, to the layer's own forward or to a gradient that autograd adds, wherever it would not do the same:
 other types, hooks that want to see the gradient, functional calls, a backward that is not the batch's own.
@@ -23,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.nn import functional
 
+from ._formulas import Conv1D, Embedding, Formulas, Linear, by_row
 from ._model import Model
 from ._sums import GradientSums, owner
 
@@ -34,8 +32,6 @@ WORTH_IT = 2**20
 """Entries of a weight from which on a pass over it costs more than a backward written in Python."""
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 _LINEAR, _EMBEDDING = nn.Linear.forward, nn.Embedding.forward  # whoever replaces them later means something else
 
@@ -92,7 +88,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def _forward_in_place(module: Any, weight: Tensor) -> Callable[..., Tensor] | None:
     """What stands in for the forward of a layer whose weight's gradient can be summed here."""
     own = type(module).forward
-    if "forward" in module.__dict__ or type(weight) not in _PLAIN or not weight.is_floating_point():
+    plain = type(weight) in _PLAIN and weight.layout == torch.strided and weight.is_floating_point()
+    if "forward" in module.__dict__ or not plain:
         return None
     if own is _LINEAR:
         return _linear
@@ -100,95 +97,6 @@ def _forward_in_place(module: Any, weight: Tensor) -> Callable[..., Tensor] | No
         return _embedding if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq else None
     transformers = sys.modules.get("transformers.pytorch_utils")
     return _conv1d if transformers is not None and own is transformers.Conv1D.forward else None
-
-
-class Formulas:
-    """A kind of layer. `x` is what it is given, `g` the gradient of what it returns."""
-
-    @staticmethod
-    def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the layer returns."""
-        raise NotImplementedError
-
-    @staticmethod
-    def of_input(weight: Tensor, g: Tensor) -> Tensor | None:
-        """The gradient of `x`; indices have none."""
-        return None
-
-    @staticmethod
-    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
-        """The gradient of the weight by itself."""
-        raise NotImplementedError
-
-    @staticmethod
-    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
-        """The gradient of the weight, added to another."""
-        raise NotImplementedError
-
-
-class _Linear(Formulas):
-    """y = x Wᵀ + b"""
-
-    @staticmethod
-    def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight
-
-    @staticmethod
-    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
-        return _by_row(g).t() @ _by_row(x)
-
-    @staticmethod
-    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
-        _add_product(sum, _by_row(g).t(), _by_row(x))
-
-
-class _Conv1D(Formulas):
-    """y = x W + b"""
-
-    @staticmethod
-    def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
-        return torch.addmm(bias, _by_row(x), weight).view(*x.shape[:-1], weight.shape[1])
-
-    @staticmethod
-    def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight.t()
-
-    @staticmethod
-    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
-        return _by_row(x).t() @ _by_row(g)
-
-    @staticmethod
-    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
-        _add_product(sum, _by_row(x).t(), _by_row(g))
-
-
-class _Embedding(Formulas):
-    """y = W[x]"""
-
-    @staticmethod
-    def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.embedding(x, weight, module.padding_idx)
-
-    @staticmethod
-    def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        gradient: Tensor = torch.ops.aten.embedding_dense_backward(g, x, module.num_embeddings, padding, False)
-        return gradient
-
-    @staticmethod
-    def add(module: Any, sum: Tensor, x: Tensor, g: Tensor) -> None:
-        rows, indices = _by_row(g).to(sum.dtype), x.reshape(-1)
-        if module.padding_idx is not None:
-            rows = rows.masked_fill((indices == module.padding_idx).unsqueeze(1), 0)
-        if sum.device.type == "cpu":
-            sum.index_add_(0, indices, rows)
-        else:  # which adds in the same order each time, as autograd does
-            sum.index_put_((indices,), rows, accumulate=True)
 
 
 class _Layer(torch.autograd.Function):
@@ -221,7 +129,7 @@ class _Layer(torch.autograd.Function):
         elif wants_weight:
             ctx.formulas.add(ctx.module, weight.grad, x, g)
         of_x = ctx.formulas.of_input(cast, g) if wants_x else None
-        return of_x, of_weight, None, _by_row(g).sum(0) if wants_bias else None, None, None
+        return of_x, of_weight, None, by_row(g).sum(0) if wants_bias else None, None, None
 
 
 def _standing_in(formulas: type[Formulas]) -> Callable[..., Tensor]:
@@ -240,7 +148,7 @@ def _standing_in(formulas: type[Formulas]) -> Callable[..., Tensor]:
     return forward
 
 
-_linear, _conv1d, _embedding = _standing_in(_Linear), _standing_in(_Conv1D), _standing_in(_Embedding)
+_linear, _conv1d, _embedding = _standing_in(Linear), _standing_in(Conv1D), _standing_in(Embedding)
 
 
 def _takes_part(weight: Any, given: Any) -> bool:
@@ -286,16 +194,3 @@ def _accumulates(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # the leaf is what that call asks for
         return False
-
-
-def _add_product(sum: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == sum.dtype:
-        sum.addmm_(a, b)
-    elif sum.is_cuda and not torch.version.hip and sum.dtype == torch.float32 and a.dtype in _HALVES:
-        torch.addmm(sum, a, b, out_dtype=torch.float32, out=sum)
-    else:
-        sum.add_(a @ b)
-
-
-def _by_row(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
