@@ -13,10 +13,11 @@ from typing import Any
 
 from . import _pytree
 from ._check import check
+from ._collectives import Collectives, collectives
 from ._multi_steps import MultiSteps, multi_steps
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["MultiSteps", "check", "grad", "multi_steps", "nnx", "value_and_grad"]
+__all__ = ["Collectives", "MultiSteps", "check", "collectives", "grad", "multi_steps", "nnx", "value_and_grad"]
 
 _pytree.register()
 
