@@ -77,22 +77,21 @@ class GradientSums:
 
         The graph shows them; a reentrant checkpoint hides those inside it.
         """
-        waiting = []
+        nodes: list[Any] = []
         for root in roots:
             if root.grad_fn is not None:
-                waiting.append(root.grad_fn)
+                nodes.append(root.grad_fn)
             elif id(root) not in self._known:
                 self._own(root)
-        seen, known = set(waiting), self._accumulating
-        while waiting:
-            node = waiting.pop()
+        seen = self._accumulating.union(nodes, (None,))
+        for node in nodes:  # which grows meanwhile
             followed_by = node.next_functions
             for following, _ in followed_by:
-                if following is not None and following not in seen and following not in known:
+                if following not in seen:
                     seen.add(following)
-                    waiting.append(following)
+                    nodes.append(following)
             if not followed_by and hasattr(node, "variable"):
-                known.add(node)
+                self._accumulating.add(node)
                 if id(node.variable) not in self._known:
                     self._own(node.variable)
 
