@@ -16,10 +16,11 @@ from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._auto import MicroBatchSize, auto_size
 from ._batch import OpenBatch, summed_counts
-from ._cut import Cut, to_device
+from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._regroup import ByLength, LengthFunction, Regrouped, TrimFunction
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -38,7 +39,11 @@ class Accumulator:
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
             stays as it is. "auto" finds the size with the first batch of `.backward` or `.step`, and halves it where
             memory runs out.
-        num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
+        num_micro_batches: the number of pieces, instead. Without any of these, the batch is one piece.
+        micro_batch_tokens: the most tokens that a piece may have, which is its rows times the longest of them.
+        lengths: takes a batch, returns each row's length. Rows are then sorted by length, and right padding beyond the
+            longest row of a piece is trimmed, from axis 1 of all tensors that have the padded width there.
+        trim: takes a piece and its longest length, returns the piece to compute; for padding that is elsewhere.
         memory: the budget that "auto" finds the size by, in bytes or such as "24GiB", with `plan`. Without one it is
             the memory that a CUDA device has free; on the host the whole batch is tried first.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
@@ -71,6 +76,9 @@ class Accumulator:
         *,
         micro_batch_size: MicroBatchSize = None,
         num_micro_batches: int | None = None,
+        micro_batch_tokens: int | None = None,
+        lengths: LengthFunction | None = None,
+        trim: TrimFunction | None = None,
         memory: int | str | None = None,
         accum_dtype: SumDtype = "auto",
         in_place: InPlace = "auto",
@@ -80,6 +88,7 @@ class Accumulator:
         self._auto = auto_size(micro_batch_size, num_micro_batches, memory)
         size = None if self._auto else micro_batch_size
         self._micro_batch_size, self._num_micro_batches = check_sizes(size, num_micro_batches)
+        self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
         if in_place not in (True, False, "auto"):
@@ -187,11 +196,11 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
+        pieces = self._cut(batch)
         parameters = require(self._model.parameters())
         device = only_device(parameters)
         pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model))
+        self._open = OpenBatch(parameters, Snapshot(self._model, parameters))
         with self._discarding():
             self._open.begin(
                 rows=pieces.rows,
@@ -202,14 +211,18 @@ class Accumulator:
                 ignored_labels=self._ignored_labels(batch),
             )
             with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces:
+                for piece, rows in pieces.on(device):
                     start_piece()
-                    self._open.add(loss_fn(to_device(piece, device)), rows)
+                    self._open.add(loss_fn(piece), rows)
+
+    def _cut(self, batch: Any) -> Cut:
+        sizes = self._micro_batch_size, self._num_micro_batches
+        return Cut(batch, *sizes) if self._by_length is None else Regrouped(batch, self._by_length, *sizes)
 
     def _run(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> Result:
         """A batch from the first piece to the step, with the size that was given or is found."""
 
-        def once() -> tuple[Result, bool]:
+        def once() -> tuple[OpenBatch, Result, bool]:
             if self._auto is not None:
                 self._micro_batch_size = self._auto.rows
             self._add_all(loss_fn, batch, counts, step.scaler)
@@ -221,8 +234,8 @@ class Accumulator:
         self._auto.choose(self._model, loss_fn, batch, optimizer=step.optimizers or None, counts=counts, **options)
         return self._take(step, *self._auto.run(once, batch))
 
-    def _close(self, step: Step) -> tuple[Result, bool]:
-        """The result, with the gradient in `.grad`, and whether there was nothing to count or to be used in it."""
+    def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:
+        """The batch with its gradient in `.grad`, its result, and whether there was nothing in it to step with."""
         batch = self._open
         if batch is None:
             raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
@@ -238,16 +251,15 @@ class Accumulator:
             step.abandon()
             raise
         self._open = None
-        return result, refused
+        return batch, result, refused
 
-    def _take(self, step: Step, result: Result, refused: bool) -> Result:
+    def _take(self, step: Step, batch: OpenBatch, result: Result, refused: bool) -> Result:
         """The step, if it is to be taken; from here on nothing can be undone."""
-        parameters = self._model.parameters()
         stepped = False
         if refused:
-            step.zero(parameters)
+            step.zero(batch.parameters)
         else:
-            stepped = step.take(parameters)
+            stepped = step.take(batch.parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
 
@@ -296,6 +308,9 @@ class Options(SumOptions, total=False):
 
     micro_batch_size: MicroBatchSize
     num_micro_batches: int | None
+    micro_batch_tokens: int | None
+    lengths: LengthFunction | None
+    trim: TrimFunction | None
     memory: int | str | None
 
 

@@ -6,7 +6,7 @@ over every entry of every parameter.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ class Trial:
         rows: how many.
         sums: own the gradients meanwhile.
         own_generators: those that the loss keeps to itself.
+        options: of the `Accumulator` that splits, besides the number of pieces.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Trial:
         rows: int,
         sums: GradientSums,
         own_generators: OwnGenerators,
+        options: Mapping[str, Any],
     ) -> None:
         self.model, self.rows = model, rows
-        self._loss_fn, self._part, self._sums = loss_fn, part, sums
+        self._loss_fn, self._part, self._sums, self._options = loss_fn, part, sums, options
         self.start = Start(model, own_generators)
         self.random = False
         """Whether runs differ by chance; then each has its own draws."""
@@ -154,7 +156,7 @@ class Trial:
         several = sum(per is Per.OWN_COUNT for per in self.terms.values()) > 1
         self.reset()
         try:
-            accumulator = _Judged(self.model.members, num_micro_batches=pieces, on_nonfinite="keep")
+            accumulator = _Judged(self.model.members, num_micro_batches=pieces, on_nonfinite="keep", **self._options)
             split = self._gradients(
                 lambda: accumulator.backward(self._call, self._part, counts=self._counts if several else None)
             )
