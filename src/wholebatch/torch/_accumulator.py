@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
+from ._agree import Share
 from ._batch import OpenBatch, summed_counts
 from ._cut import Cut, to_device
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._peers import Alone
+from ._processes import processes_of
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -143,13 +146,14 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        with self._discarding():
+        batch = self._open or self._new_batch()
+        with batch.agreement.together(), self._discarding():
             rows = None if rows is None else positive_integer("rows", rows, least=0)
             if self._open is None:
                 statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-                self._open = OpenBatch(require(self._model.parameters()))
-                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
-            self._open.add(loss, rows)
+                self._begin_loop(batch)
+            batch.processes.check_apart()
+            batch.add(loss, rows)
 
     def finish(
         self,
@@ -183,40 +187,47 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
-        parameters = require(self._model.parameters())
-        device = only_device(parameters)
-        pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model))
-        with self._discarding():
-            self._open.begin(
-                rows=pieces.rows,
-                num_micro_batches=len(pieces),
-                counts=counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces]),
+        opened = self._new_batch(Snapshot(self._model))
+        processes = opened.processes
+        with opened.agreement.together(), self._discarding():
+            self._open = opened
+            pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches, may_be_empty=processes.shared)
+            pooled = self._statistics_to_pool(len(pieces) * processes.world)
+            summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
+            own = Share(pieces.rows, len(pieces), summed)
+            whole = opened.agreement.before(own)
+            processes.begin()
+            opened.begin(
+                own,
+                whole,
                 sum_dtype=self._accum_dtype,
                 scaler=scaler,
                 ignored_labels=self._ignored_labels(batch),
             )
-            with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
+            device = only_device(self._model.parameters())
+            with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
                 for piece, rows in pieces:
                     start_piece()
-                    self._open.add(loss_fn(to_device(piece, device)), rows)
+                    opened.add(loss_fn(to_device(piece, device)), rows)
 
     def _finish(self, step: Step) -> Result:
-        batch = self._open
-        if batch is None:
-            raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
-        try:
-            result, verdict = batch.close(step, self._on_nonfinite)
-            refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
-            if refused:
-                batch.skip()
-            else:
-                batch.commit()
-        except BaseException:
-            self.discard()
-            step.abandon()
-            raise
+        batch = self._open or self._new_batch()
+        with batch.agreement.together():
+            if self._open is None:
+                if not batch.processes.shared:
+                    raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
+                self._begin_loop(batch)
+            try:
+                result, verdict = batch.close(step, self._on_nonfinite)
+                refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
+                if refused:
+                    batch.skip()
+                else:
+                    batch.commit()
+            except BaseException:
+                self.discard()
+                step.abandon()
+                raise
         self._open = None
         parameters = self._model.parameters()
         stepped = False
@@ -226,6 +237,16 @@ class Accumulator:
             stepped = step.take(parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
+
+    def _new_batch(self, surroundings: Snapshot | None = None) -> OpenBatch:
+        return OpenBatch(require(self._model.parameters()), self._processes(), surroundings)
+
+    def _begin_loop(self, batch: OpenBatch) -> None:
+        self._open = batch
+        batch.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
+
+    def _processes(self) -> Alone:
+        return processes_of(self._model)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from ._sums import GradientSums, scale
 @torch.no_grad()
 def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None) -> Tensor | None:
     """Turn sums into gradients; returns their norm over the given parameters if they were to be clipped."""
+    factor = sums.join(factor)
     if sums.unmerged:
         for gradients in sums.gradients():
             scale(gradients, factor)

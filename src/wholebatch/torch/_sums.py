@@ -109,18 +109,42 @@ class GradientSums:
     @property
     def unmerged(self) -> bool:
         """Whether there is anything to merge."""
-        return not self._merged and (self._aside is not None or any(before is not None for before in self._before))
+        return not self._merged and any(before is not None for before in self._before)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All leaves whose `.grad` belongs to the sums."""
+        return self._leaves
+
+    def touched(self) -> set[int]:
+        """The ids of the leaves that a piece has reached."""
+        aside = self._aside or [None] * len(self._leaves)
+        pairs = zip(self._leaves, aside, strict=True)
+        return {id(leaf) for leaf, kept in pairs if leaf.grad is not None or kept is not None}
+
+    @torch.no_grad()
+    def join(self, factor: Number | Tensor) -> Number | Tensor:
+        """Make one of the sums that `factor` is for and of those kept aside; returns what is left to multiply by."""
+        if self._aside is None:
+            return factor
+        for gradients in self.gradients():
+            scale(gradients, factor)
+        for leaf, aside in zip(self._leaves, self._aside, strict=True):
+            if aside is not None:
+                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        self._aside = None
+        return 1
+
+    def copy_before(self) -> None:
+        """Let go of the tensors that `.grad` held before the batch, and keep what is in them."""
+        self._before = [None if before is None else before.clone() for before in self._before]
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add what was kept aside, and what `.grad` held before the batch, to the sums."""
-        for leaf, aside in zip(self._leaves, self._aside or (), strict=self._aside is not None):
-            if aside is not None:
-                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        """Add what `.grad` held before the batch to the sums."""
         for leaf, before in zip(self._leaves, self._before, strict=True):
             if before is not None:
                 leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
-        self._aside = None
         self._merged = True
 
     @torch.no_grad()

@@ -1,0 +1,117 @@
+"""The processes that share a batch: one alone, or several that can ask one another.
+
+A message is a JSON object, and every process gets all of them. They travel as one small block each; only where one does
+not fit is there a second exchange, for the rest.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import RankError
+from ._loss import Number
+from ._sums import GradientSums
+
+Message = Mapping[str, Any]
+
+BLOCK = 256
+"""Bytes that every process sends at least; what a batch comes to rarely takes more."""
+
+_SIZE = 4
+
+
+class Alone:
+    """One process. It holds the whole batch, so there is nobody to ask and nothing to send."""
+
+    rank = 0
+    world = 1
+    device = torch.device("cpu")
+    """Where what was exchanged is wanted."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are others, who would wait for this process if it failed by itself."""
+        return self.world > 1
+
+    def begin(self) -> None:
+        """Exchange what the model's first forward would, so that no piece has to."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within, forward and backward are those of this process alone."""
+        return nullcontext()
+
+    def check_apart(self) -> None:
+        """In a loop that calls the model itself: raise unless it was called as within `apart`."""
+
+    def untouched(self, sums: GradientSums) -> list[int]:
+        """Which of the shared parameters, by position, no piece of this process has reached."""
+        return []
+
+    def reduce(self, sums: GradientSums, factor: Number | Tensor, untouched: list[int]) -> Number | Tensor:
+        """Make the sums those of all processes.
+
+        Args:
+            sums: this process's.
+            factor: what they have yet to be multiplied by.
+            untouched: positions of shared parameters that no process has reached; they keep no gradient.
+
+        Returns:
+            What they have to be multiplied by afterwards.
+        """
+        return factor
+
+    def gather(self, message: Message) -> list[Message]:
+        """Every process's message, by rank."""
+        return [message]
+
+
+class Peers(Alone):
+    """Processes of a group.
+
+    Args:
+        group: a process group of torch.distributed.
+        device: the model's; messages travel from it only if the group does not connect hosts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.world = group.size()
+        self.device = device
+        # a device that is not the host would be waited for
+        self._wire = torch.device("cpu") if torch.device("cpu") in group._device_types else device
+
+    def gather(self, message: Message) -> list[Message]:
+        """Every process's message, by rank."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        room = BLOCK - _SIZE
+        blocks = self._gather_bytes(len(data).to_bytes(_SIZE, "big") + data[:room].ljust(room))
+        sizes = [int.from_bytes(block[:_SIZE], "big") for block in blocks]
+        arrived = [block[_SIZE:] for block in blocks]
+        missing = max(sizes) - room
+        if missing > 0:
+            rests = self._gather_bytes(data[room:].ljust(missing))
+            arrived = [block + rest for block, rest in zip(arrived, rests, strict=True)]
+        return [json.loads(block[:size]) for block, size in zip(arrived, sizes, strict=True)]
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._wire)
+        arrived = [torch.empty_like(sent) for _ in range(self.world)]
+        try:
+            dist.all_gather(arrived, sent, group=self.group)
+            return [bytes(block.cpu().numpy()) for block in arrived]
+        except RuntimeError as error:
+            raise lost(error) from error
+
+
+def lost(error: BaseException) -> RankError:
+    """What an exchange that came to nothing means."""
+    return RankError(
+        "the other processes of the batch did not answer: one has ended, or did not come to the same batch within the "
+        f"process group's time-out (see the logs of the other ranks; {str(error).strip().splitlines()[0]})"
+    )
