@@ -82,7 +82,7 @@ class Crew:
     def run(self, world: int, file: str, name: str, arguments: dict[str, Any]) -> None:
         """Run a test function in the first processes; raises if it raised in any of them."""
         answers = self.ask(world, file, name, arguments)
-        failed = {rank: answer for rank, answer in answers.items() if answer}
+        failed = {rank: answers.get(rank, "the process has ended") for rank in range(world) if answers.get(rank) != ""}
         assert not failed, "\n".join(f"rank {rank}:\n{answer}" for rank, answer in failed.items())
 
     def ask(self, world: int, file: str, name: str, arguments: dict[str, Any]) -> dict[int, str]:
@@ -152,7 +152,10 @@ def _load(file: str, name: str) -> Any:
 
 
 if __name__ == "__main__":
+    import faulthandler
     import warnings
+
+    faulthandler.enable()
 
     warnings.simplefilter("error")
     sys.path[:0] = [str(TESTS), str(TESTS / "torch"), str(TESTS / "distributed")]

@@ -196,7 +196,6 @@ class Accumulator:
             summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
             own = Share(pieces.rows, len(pieces), summed)
             whole = opened.agreement.before(own)
-            processes.begin()
             opened.begin(
                 own,
                 whole,

@@ -83,23 +83,31 @@ class Agreement:
                 raise
             self._over = True
             failures = _failures(self._processes.gather(_told_failure(error)))
+            self._processes.reset()
             if isinstance(error, Exception):
                 raise _rank_error(failures) from error
             raise
 
     def before(self, share: Share) -> Share:
-        """The whole batch's share, before its first piece."""
+        """The whole batch's share; afterwards the processes are ready for its first piece."""
         if self._over:
+            self._processes.begin(self._processes.clean)
             return share
         names = list(share.counts or {})
         counts = _on_host([] if share.counts is None else list(share.counts.values()))
         every = self._exchange(
-            {"rows": share.rows, "pieces": share.pieces, "counts": dict(zip(names, counts, strict=True))}
+            {
+                "rows": share.rows,
+                "pieces": share.pieces,
+                "counts": dict(zip(names, counts, strict=True)),
+                "clean": self._processes.clean,
+            }
         )
         pieces = sum(message["pieces"] for message in every)
         if not pieces:
             self._over = True
             raise BatchError(f"the batch is empty: it has 0 rows in each of {len(every)} processes")
+        self._processes.begin(all(message["clean"] for message in every))
         whole_counts = None if share.counts is None else _summed([message["counts"] for message in every])
         return Share(_sum_if_known([message["rows"] for message in every]), pieces, whole_counts)
 
@@ -146,6 +154,7 @@ class Agreement:
             every = self._processes.gather(message)
             failures = _failures(every)
             if failures:
+                self._processes.reset()
                 raise _rank_error(failures)
         except BaseException:
             self._over = True

@@ -23,6 +23,8 @@ from ._accumulator import Accumulator
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction, read
 from ._model import Model, only_device
+from ._peers import Alone
+from ._processes import processes_of
 from ._state import Snapshot
 from ._sums import GradientSums
 from ._wide import in_float64, widen
@@ -40,7 +42,7 @@ def check(
 ) -> Report:
     """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
 
-    Parameters, buffers, gradients and random generators are as before afterwards.
+    Parameters, buffers, gradients and random generators are as before afterwards. Each process judges its own rows.
 
     Args:
         model: as for `Accumulator`.
@@ -61,12 +63,13 @@ def check(
     pieces_of_size = micro_batch_size and len(balanced(rows, micro_batch_size=micro_batch_size))
     cuts = cuts_to_try(rows, pieces_of_size)
     part = to_device(spread_rows(batch, rows), only_device(judged.parameters()))
-    try:
-        with _untouched(judged) as sums, in_float64(judged):
-            return _compare(judged, loss_fn, widen(part), rows, cuts, sums)
-    except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
-        with _untouched(judged) as sums:
-            return _compare(judged, loss_fn, part, rows, cuts, sums)
+    with processes_of(judged).apart():
+        try:
+            with _untouched(judged) as sums, in_float64(judged):
+                return _compare(judged, loss_fn, widen(part), rows, cuts, sums)
+        except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
+            with _untouched(judged) as sums:
+                return _compare(judged, loss_fn, part, rows, cuts, sums)
 
 
 @contextmanager
@@ -153,7 +156,10 @@ def _largest(entries: Tensor) -> float:
 
 
 class _Judged(Accumulator):
-    """Lets a wrong loss do what it would do, instead of refusing it."""
+    """Lets a wrong loss do what it would do, instead of refusing it, and asks no other process."""
+
+    def _processes(self) -> Alone:
+        return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         return {}

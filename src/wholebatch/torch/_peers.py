@@ -38,8 +38,20 @@ class Alone:
         """Whether there are others, who would wait for this process if it failed by itself."""
         return self.world > 1
 
-    def begin(self) -> None:
-        """Exchange what the model's first forward would, so that no piece has to."""
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left over from uses of the model outside the batch."""
+        return True
+
+    def begin(self, clean: bool) -> None:
+        """Exchange what the model's first forward would, so that no piece has to.
+
+        Args:
+            clean: whether it is so in every process.
+        """
+
+    def reset(self) -> None:
+        """After a failure, which every process has learned of: expect nothing that is left over from it."""
 
     def apart(self) -> AbstractContextManager[None]:
         """Within, forward and backward are those of this process alone."""

@@ -38,6 +38,12 @@ def reduce_gradients(ddp: DistributedDataParallel, parameters: list[Tensor], exp
     """Replace every `.grad` by its mean over the processes."""
     for parameter, sparse in zip(parameters, expect_sparse, strict=True):
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo if sparse else None)
+            parameter.grad = _sparse_zero(parameter) if sparse else torch.zeros_like(parameter)
     announce(ddp, parameters).backward()
     ddp._check_reducer_finalized()
+
+
+def _sparse_zero(like: Tensor) -> Tensor:
+    """With one entry, since gloo mixes up messages where a process has none."""
+    indices = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+    return torch.sparse_coo_tensor(indices, torch.zeros_like(like[:1]), like.shape, check_invariants=False)

@@ -7,6 +7,7 @@ calls no forward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,12 @@ from ._loss import Number
 from ._peers import Peers
 from ._reduce import reduce_gradients
 from ._sums import GradientSums, scale, set_grad_dtype
+
+_NOT_CALLED: Any = 1
+"""Stands for True in `require_forward_param_sync` until the module is called outside a batch, which puts True there.
+
+Such a call makes the reducer expect a backward; if none came, it would take a piece's for it.
+"""
 
 
 class Replicas(Peers):
@@ -37,11 +44,21 @@ class Replicas(Peers):
             raise OptionError("the model's DDP modules belong to process groups of different ranks: give each its own")
         self._shared = [module._build_params_for_reducer() for module in modules]
 
-    def begin(self) -> None:
+    @property
+    def clean(self) -> bool:
+        return all(module.require_forward_param_sync is _NOT_CALLED for module in self._modules)
+
+    def begin(self, clean: bool) -> None:
+        if not clean:
+            self.reset()
         for module in self._modules:
             module.reducer._rebuild_buckets()
             if module._check_sync_bufs_pre_fwd():
                 module._sync_buffers()
+
+    def reset(self) -> None:
+        for module in self._modules:
+            module.reducer._reset_state()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -80,6 +97,7 @@ class Replicas(Peers):
         for module, (of_module, expect_sparse) in zip(self._modules, self._shared, strict=True):
             reduce_gradients(module, of_module, expect_sparse)
             module.reducer._rebuild_buckets()  # in time for a process whose next batch has no rows, hence no forward
+            module.require_forward_param_sync = _NOT_CALLED
         for i in untouched:
             parameters[i].grad = None
         for parameter, dtype in wide:
