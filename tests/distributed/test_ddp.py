@@ -398,8 +398,15 @@ def test_what_cannot_be_done_is_refused_with_the_reason(rank):
     ddp = replica(rank, normalised)
     with pytest.raises(RankError, match="in training mode with statistics of the batch"):
         Accumulator(ddp).backward(make_loss(ddp), data)
-    groups = [dist.new_group([i]) for i in range(2)] if dist.get_world_size() == 2 else None
-    assert groups is None or len(groups) == 2
+
+
+@on_ranks(4)
+def test_modules_of_different_groups_are_refused(rank):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = Rank(rank.rank, 2, halves[rank.rank // 2])
+    models = [replica(rank, make_model()), replica(half, make_model())]
+    with pytest.raises(OptionError, match="belong to process groups of different ranks"):
+        Accumulator(models).backward(make_loss(models[0]), make_data())
 
 
 @on_ranks(2)
