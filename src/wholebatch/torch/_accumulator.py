@@ -21,7 +21,7 @@ from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
 from ._peers import Alone
-from ._processes import processes_of
+from ._processes import Sync, processes_of
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -47,6 +47,8 @@ class Accumulator:
             "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
+        sync: when a model of several processes sends gradients: "once" per batch, or with `fully_shard` also for
+            "every" piece, which sends more and holds less.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -73,6 +75,7 @@ class Accumulator:
         in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
+        sync: Sync = "once",
     ) -> None:
         self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
@@ -83,7 +86,10 @@ class Accumulator:
             raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
+        if sync not in ("once", "every"):
+            raise OptionError(f'sync must be "once" or "every", got {sync!r}')
         self._model = Model(model)
+        self._sync: Sync = sync
         self._accum_dtype = accum_dtype
         self._in_place = in_place
         self._batch_norm = batch_norm
@@ -146,7 +152,7 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        batch = self._open or self._new_batch()
+        batch = self._open or self._new_batch(in_a_loop=True)
         with batch.agreement.together(), self._discarding():
             rows = None if rows is None else positive_integer("rows", rows, least=0)
             if self._open is None:
@@ -187,7 +193,7 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        opened = self._new_batch(Snapshot(self._model))
+        opened = self._new_batch()
         processes = opened.processes
         with opened.agreement.together(), self._discarding():
             self._open = opened
@@ -205,12 +211,15 @@ class Accumulator:
             )
             device = only_device(self._model.parameters())
             with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces:
+                turns = whole.turns or len(pieces)
+                for turn, (piece, rows) in enumerate(pieces.turns(turns), start=1):
                     start_piece()
-                    opened.add(loss_fn(to_device(piece, device)), rows)
+                    processes.turn(turn == turns)
+                    add = opened.add if turn <= len(pieces) else opened.add_nothing
+                    add(loss_fn(to_device(piece, device)), rows)
 
     def _finish(self, step: Step) -> Result:
-        batch = self._open or self._new_batch()
+        batch = self._open or self._new_batch(in_a_loop=True)
         with batch.agreement.together():
             if self._open is None:
                 if not batch.processes.shared:
@@ -237,15 +246,17 @@ class Accumulator:
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
 
-    def _new_batch(self, surroundings: Snapshot | None = None) -> OpenBatch:
-        return OpenBatch(require(self._model.parameters()), self._processes(), surroundings)
+    def _new_batch(self, *, in_a_loop: bool = False) -> OpenBatch:
+        processes = self._processes()  # first, as it brings parameters into the state in which they are found
+        surroundings = None if in_a_loop else Snapshot(self._model)
+        return OpenBatch(require(self._model.parameters()), processes, surroundings)
 
     def _begin_loop(self, batch: OpenBatch) -> None:
         self._open = batch
         batch.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
 
     def _processes(self) -> Alone:
-        return processes_of(self._model)
+        return processes_of(self._model, self._sync)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -287,6 +298,7 @@ class Options(TypedDict, total=False):
     in_place: InPlace
     batch_norm: Literal["refuse", "micro"]
     on_nonfinite: Literal["raise", "skip", "keep"]
+    sync: Sync
 
 
 def backward(

@@ -22,7 +22,7 @@ from .._terms import Per
 from ._host import read_once
 from ._ledger import Ledger
 from ._loss import Count, Number
-from ._peers import Alone, Message
+from ._peers import Alone, Message, is_lost, lost
 from ._sums import GradientSums
 from ._totals import Total, Totals
 
@@ -38,11 +38,13 @@ class Share:
         rows: how many.
         pieces: how many.
         counts: each term's, where `counts=` gave them.
+        turns: how many pieces each process has to run; None where it is as many as it has.
     """
 
     rows: int | None = None
     pieces: int | None = None
     counts: dict[str, Count] | None = None
+    turns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class Agreement:
             if self._over:
                 raise
             self._over = True
-            failures = _failures(self._processes.gather(_told_failure(error)))
+            told = _failures(self._processes.told_failures())
+            if self._processes.lockstep and not told and is_lost(error):
+                raise lost(error) from error
+            failures = told or _failures(self._processes.tell_failure(_told_failure(error)))
             self._processes.reset()
             if isinstance(error, Exception):
                 raise _rank_error(failures) from error
@@ -103,13 +108,18 @@ class Agreement:
                 "clean": self._processes.clean,
             }
         )
-        pieces = sum(message["pieces"] for message in every)
-        if not pieces:
+        each = [message["pieces"] for message in every]
+        if not any(each):
             self._over = True
             raise BatchError(f"the batch is empty: it has 0 rows in each of {len(every)} processes")
+        try:
+            turns = self._processes.turns(each)
+        except BatchError:  # in every process
+            self._over = True
+            raise
         self._processes.begin(all(message["clean"] for message in every))
         whole_counts = None if share.counts is None else _summed([message["counts"] for message in every])
-        return Share(_sum_if_known([message["rows"] for message in every]), pieces, whole_counts)
+        return Share(_sum_if_known([message["rows"] for message in every]), sum(each), whole_counts, turns)
 
     def after(self, ledger: Ledger, sums: GradientSums, judge: Callable[[Totals], str | None]) -> Whole:
         """What the pieces of all processes came to.

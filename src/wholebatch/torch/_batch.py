@@ -25,7 +25,7 @@ from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
 from ._totals import Totals
 from ._verdict import Verdict, judge
-from ._weights import Weights
+from ._weights import Pass, Weights, nothing
 
 
 class OpenBatch:
@@ -42,7 +42,7 @@ class OpenBatch:
         self._surroundings = surroundings
         self.processes = processes
         self.agreement = Agreement(processes)
-        self.sums = GradientSums()
+        self.sums = GradientSums(adopts=not processes.lockstep)  # with shards, leaves are made for each forward
 
     def begin(
         self,
@@ -73,10 +73,11 @@ class OpenBatch:
             self._counts,
             loss_scale=self._scale,
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
+            lockstep=self.processes.lockstep,
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
         single = own.pieces == 1 and scaler is None
-        self.sums.begin(self._parameters, None if single else sum_dtype)
+        self.sums.begin(self._parameters, None if single or self.processes.lockstep else sum_dtype)
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
@@ -85,7 +86,13 @@ class OpenBatch:
         main, aside = self._weights.passes(reading)
         if not main.values and not aside.values:
             self._ledger.graphless.append(self._ledger.pieces)
+            if self.processes.lockstep:
+                main = nothing(reading)
         self.sums.add(main, aside)
+
+    def add_nothing(self, returned: Any, rows: int | None) -> None:
+        """Run the backward of a piece that was added before, without adding anything."""
+        self.sums.add(nothing(read(returned, rows)), Pass([], []))
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""

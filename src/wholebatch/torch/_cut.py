@@ -67,6 +67,12 @@ class Cut:
             yield rows_between(self._batch, start, stop), size
             start = stop
 
+    def turns(self, number: int | None) -> Iterator[tuple[Any, int | None]]:
+        """The pieces, and the first one again until there were that many."""
+        yield from self
+        for _ in range(len(self), number or 0):
+            yield next(iter(self))
+
 
 def rows_of(batch: Any, *, may_be_empty: bool = False) -> int:
     """How many rows the batch has, or an error that says why it cannot be cut."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._errors import RankError
 from ._loss import Number
-from ._sums import GradientSums
+from ._sums import GradientSums, scale
 
 Message = Mapping[str, Any]
 
@@ -30,6 +30,9 @@ class Alone:
 
     rank = 0
     world = 1
+    lockstep = False
+    """Whether forwards and backwards exchange something, so that every process has to run as many."""
+
     device = torch.device("cpu")
     """Where what was exchanged is wanted."""
 
@@ -53,9 +56,16 @@ class Alone:
     def reset(self) -> None:
         """After a failure, which every process has learned of: expect nothing that is left over from it."""
 
+    def turns(self, pieces: list[int]) -> int | None:
+        """How many pieces each process runs, if all have to run as many; from the number that each has."""
+        return None
+
     def apart(self) -> AbstractContextManager[None]:
-        """Within, forward and backward are those of this process alone."""
+        """Within, the forwards and backwards of a batch's pieces run, and exchange as little as they can."""
         return nullcontext()
+
+    def turn(self, last: bool) -> None:
+        """The next piece begins."""
 
     def check_apart(self) -> None:
         """In a loop that calls the model itself: raise unless it was called as within `apart`."""
@@ -80,6 +90,14 @@ class Alone:
     def gather(self, message: Message) -> list[Message]:
         """Every process's message, by rank."""
         return [message]
+
+    def tell_failure(self, message: Message) -> list[Message]:
+        """Let the others know; returns what they tell, by rank."""
+        return self.gather(message)
+
+    def told_failures(self) -> list[Message]:
+        """What others have told that could not be asked, by rank."""
+        return []
 
 
 class Peers(Alone):
@@ -111,6 +129,12 @@ class Peers(Alone):
             arrived = [block + rest for block, rest in zip(arrived, rests, strict=True)]
         return [json.loads(block[:size]) for block, size in zip(arrived, sizes, strict=True)]
 
+    def _scale(self, sums: GradientSums, shared: list[Tensor], factor: Number | Tensor) -> None:
+        """Multiply the sums, those of shared parameters so that their mean over the processes is what is wanted."""
+        ours = {id(parameter) for parameter in shared}
+        scale([leaf.grad for leaf in sums.leaves if leaf.grad is not None and id(leaf) in ours], factor * self.world)
+        scale([leaf.grad for leaf in sums.leaves if leaf.grad is not None and id(leaf) not in ours], factor)
+
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._wire)
         arrived = [torch.empty_like(sent) for _ in range(self.world)]
@@ -119,6 +143,14 @@ class Peers(Alone):
             return [bytes(block.cpu().numpy()) for block in arrived]
         except RuntimeError as error:
             raise lost(error) from error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an exchange with other processes has failed."""
+    words = ("gloo", "NCCL", "closed by peer", "Timed out", "pair closure")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def lost(error: BaseException) -> RankError:

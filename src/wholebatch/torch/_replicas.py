@@ -18,7 +18,7 @@ from .._errors import BatchError, OptionError
 from ._loss import Number
 from ._peers import Peers
 from ._reduce import reduce_gradients
-from ._sums import GradientSums, scale, set_grad_dtype
+from ._sums import GradientSums, set_grad_dtype
 
 _NOT_CALLED: Any = 1
 """Stands for True in `require_forward_param_sync` until the module is called outside a batch, which puts True there.
@@ -85,10 +85,7 @@ class Replicas(Peers):
     def reduce(self, sums: GradientSums, factor: Number | Tensor, untouched: list[int]) -> Number | Tensor:
         """Divided before, so that what is sent has the size of a gradient, in the parameter's dtype as DDP wants it."""
         parameters = self._parameters()
-        factor = sums.join(factor)
-        ours = {id(parameter) for parameter in parameters}
-        scale([leaf.grad for leaf in sums.leaves if leaf.grad is not None and id(leaf) in ours], factor * self.world)
-        scale([leaf.grad for leaf in sums.leaves if leaf.grad is not None and id(leaf) not in ours], factor)
+        self._scale(sums, parameters, sums.join(factor))
         wide = [(parameter, parameter.grad_dtype) for parameter in parameters if _is_wide(parameter)]
         for parameter, _ in wide:
             _convert(parameter, parameter.dtype)

@@ -36,10 +36,12 @@ class GradientSums:
 
     Args:
         claims: whether others are kept away from the leaves meanwhile.
+        adopts: whether leaves that the loss reaches besides the given parameters are owned too.
     """
 
-    def __init__(self, *, claims: bool = True) -> None:
+    def __init__(self, *, claims: bool = True, adopts: bool = True) -> None:
         self._claims = claims
+        self._adopts = adopts
         self._dtype: SumDtype | None = None
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
@@ -71,7 +73,7 @@ class GradientSums:
 
     def adopt(self, roots: Iterable[Tensor]) -> None:
         """Own the leaves that a backward from `roots` would reach besides the given parameters."""
-        for leaf in _reachable_leaves(roots):
+        for leaf in _reachable_leaves(roots) if self._adopts else ():
             if id(leaf) not in self._known:
                 self._own(leaf)
 
@@ -221,13 +223,20 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
     if not isinstance(factor, Tensor) and factor == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(own_part, gradients):
         if gradient.layout == torch.strided:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
             gradient.mul_(factor)
     for (device, _), dense in alike.items():
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which is a part of it if it is a DTensor."""
+    to_local = getattr(tensor, "to_local", None)  # the class takes long to import, who uses it has
+    own: Tensor = tensor if to_local is None else to_local()
+    return own
 
 
 def _first_backward_of_two(main: Pass) -> None:

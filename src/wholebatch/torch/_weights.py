@@ -37,6 +37,8 @@ class Weights:
         counts: each term's count over the whole batch, where `counts=` gave them.
         loss_scale: what every seed is multiplied by besides, a scalar tensor.
         small_range: gradients pass through float16, where sums overflow that means would not.
+        lockstep: the sums of several processes are added up before they are divided, so that none may have a scale of
+            its own, nor a second buffer.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Weights:
         *,
         loss_scale: Tensor | None,
         small_range: bool,
+        lockstep: bool = False,
     ) -> None:
         self._rows = rows
         self._num_pieces = num_pieces
         self._counts = counts
         self._loss_scale = loss_scale
-        self._small_range = small_range
+        self._small_range = small_range and not lockstep
+        self._lockstep = lockstep
         self._started = False
         self._learned: str | None = None
         self._learned_scale: Number | Tensor = 1
@@ -99,7 +103,8 @@ class Weights:
             )
         unknown = [name for name, term in terms.items() if self._known_denominator(name, term) is None]
         own = [name for name in own if name in unknown]
-        if len(own) > 1 or (own and len(own) < len(unknown)):
+        in_two_buffers = self._lockstep and own and len(terms) > 1
+        if len(own) > 1 or (own and len(own) < len(unknown)) or in_two_buffers:
             raise CountError(
                 f"terms {_listed(unknown)} are divided by different counts, which must be known before "
                 "the first backward: give counts= to .backward or .step, a function of a piece that returns each "
@@ -107,7 +112,7 @@ class Weights:
             )
         if unknown:
             self._learned = unknown[0]  # terms divided by the rows share their denominator
-            if self._small_range or terms[self._learned].value.dtype == torch.float16:
+            if self._small_range or (terms[self._learned].value.dtype == torch.float16 and not self._lockstep):
                 self._learned_scale = _power_of_two_over(terms[self._learned].count) * _power_of_two_over(
                     self._num_pieces or 1
                 )
@@ -156,6 +161,12 @@ class Weights:
         if key not in self._constants:
             self._constants[key] = torch.full((), share, dtype=dtype, device=value.device)
         return self._constants[key]
+
+
+def nothing(reading: Reading) -> Pass:
+    """The backward of a piece that shall add nothing."""
+    values = [term.value for term in reading.terms.values() if term.value.requires_grad]
+    return Pass(values, [torch.zeros_like(value) for value in values])
 
 
 def _power_of_two_over(count: Count) -> Number | Tensor:

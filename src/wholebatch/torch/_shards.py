@@ -1,0 +1,140 @@
+"""Shards: every process holds a part of each parameter (`fully_shard`) and some of the rows.
+
+Collectives run inside each forward and backward, so the processes go through them in step: as many turns as the process
+with most pieces has. One with fewer runs its last piece again with weight 0.
+
+    once     unsharded gradients are summed in each process, and reduced with the last turn
+    every    each turn's gradients are reduced; nothing unsharded outlives its turn
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import BatchError, OptionError
+from ._loss import Number
+from ._peers import Message, Peers, lost
+from ._sums import GradientSums, scale
+
+_batches: Counter[str] = Counter()
+
+
+class Shards(Peers):
+    """The processes of FSDP modules.
+
+    Args:
+        modules: the modules that `fully_shard` was applied to, outermost first.
+        every: whether gradients are reduced in each turn.
+    """
+
+    lockstep = True
+
+    def __init__(self, modules: list[Any], every: bool) -> None:
+        self._modules, self._every = modules, every
+        for module in modules:
+            module.reshard()  # an outermost module stays whole after a forward without a backward
+        self._groups = [group for module in modules for group in _param_groups(module)]
+        mesh = self._groups[0].mesh_info.mesh
+        if any(group.mesh_info.mesh != mesh for group in self._groups):
+            raise OptionError("the model's parameters are sharded over different device meshes, which is not supported")
+        if mesh.ndim > 1 and mesh.size() < dist.get_world_size():
+            raise OptionError(
+                f"parameters are sharded over a mesh of shape {tuple(mesh.shape)}, which is a part of a larger one: a "
+                "two-dimensional mesh is supported where it holds all processes"
+            )
+        group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+        assert group is not None
+        super().__init__(group, self._groups[0].device)
+        _batches[self.group.group_name] += 1
+        self._batch = _batches[self.group.group_name]
+        self._in_step = False
+
+    def turns(self, pieces: list[int]) -> int:
+        idle = [rank for rank, number in enumerate(pieces) if not number]
+        if idle:
+            raise BatchError(
+                f"rank {', '.join(map(str, idle))} has no rows: with fully_shard every process runs the model in step, "
+                "so each needs at least one row of the batch"
+            )
+        return max(pieces)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+            self._in_step = False
+        finally:
+            self._synchronise(True)
+
+    def turn(self, last: bool) -> None:
+        self._synchronise(last or self._every)
+
+    def reduce(self, sums: GradientSums, factor: Number | Tensor, untouched: list[int]) -> Number | Tensor:
+        """They are reduced already: to their mean, or divided as `set_gradient_divide_factor` says."""
+        if any(_unsharded_gradient(parameter) is not None for parameter in self._parameters()):
+            raise BatchError(
+                "fully_shard did not reduce the gradients: it did not see a backward reach the output of a forward. "
+                "Return tensors from the module, in tuples, lists or dicts, and compute the loss from them"
+            )
+        self._scale(sums, [parameter.sharded_param for parameter in self._parameters()], sums.join(factor))
+        for group in self._groups:
+            if group.gradient_divide_factor is not None:
+                gradients = [parameter.sharded_param.grad for parameter in group.fsdp_params]
+                scale([g for g in gradients if g is not None], group.gradient_divide_factor / self.world)
+        return 1
+
+    def tell_failure(self, message: Message) -> list[Message]:
+        """The others may be within a forward, where they cannot be asked: it is written where they look later."""
+        if not self._in_step:
+            return self.gather(message)
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            store.set(self._key(self.rank), json.dumps(message))
+        except RuntimeError as error:  # it went with the process that kept it
+            raise lost(error) from error
+        return [message if rank == self.rank else {} for rank in range(self.world)]
+
+    def told_failures(self) -> list[Message]:
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            keys = [self._key(rank) for rank in range(self.world)]
+            return [json.loads(store.get(key)) if store.check([key]) else {} for key in keys]
+        except RuntimeError:
+            return []
+
+    def reset(self) -> None:
+        for module in self._modules:
+            if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+            module.reshard()
+        for parameter in self._parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for group in self._groups for parameter in group.fsdp_params]
+
+    def _synchronise(self, now: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(now, recurse=False)
+
+    def _key(self, rank: int) -> str:
+        return f"wholebatch/{self.group.group_name}/{self._batch}/{rank}"
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # there was one, or none, until torch 2.12
+    return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def _unsharded_gradient(parameter: Any) -> Tensor | None:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return None if unsharded is None else unsharded.grad
