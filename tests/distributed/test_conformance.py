@@ -1,6 +1,7 @@
 """The conformance table through DDP: the rows of the batch lie in two processes, and nobody can tell."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.cases import CUTS, LOSSES, ROWS, STRUCTURES, TRAINED, make_batch, make_params
 from conformance.torch_adapter import gradients, to_torch, whole, windowed
 from reference import assert_exact
+from wholebatch import RankError
 from wholebatch.torch import Accumulator
 
 PARAMS = make_params()
@@ -36,11 +38,11 @@ def share(rank, batch, rows):
     return {name: array[start : start + rows[rank.rank]] for name, array in batch.items()}
 
 
-def split(rank, case, batch, rows, cut, structure, **options):
+def split(rank, case, batch, rows, cut, structure, sync):
     """The library's gradient, on each process from its own rows."""
     leaves = Leaves()
-    ddp = DistributedDataParallel(leaves, process_group=rank.group, **options)
-    result = Accumulator(ddp, **cut).backward(
+    ddp = DistributedDataParallel(leaves, process_group=rank.group)
+    result = Accumulator(ddp, sync=sync, **cut).backward(
         lambda piece: ddp(lambda params: case.split(params, structure.unpack(piece), torch)),
         structure.pack(to_torch(share(rank, batch, rows))),
         counts=case.counts and (lambda piece: case.counts(structure.unpack(piece))),
@@ -48,9 +50,9 @@ def split(rank, case, batch, rows, cut, structure, **options):
     return result, gradients(dict(leaves.named_parameters()))
 
 
-def assert_conforms(rank, case, rows, cut, structure, **options):
+def assert_conforms(rank, case, rows, cut, structure, sync="once"):
     batch = make_batch(sum(rows))
-    result, actual = split(rank, case, batch, rows, cut, structure, **options)
+    result, actual = split(rank, case, batch, rows, cut, structure, sync)
     loss, expected = whole(case.whole, PARAMS, batch)
     assert_exact(actual, expected)
     assert result.loss.item() == pytest.approx(loss, rel=1e-12)
@@ -72,6 +74,19 @@ def test_every_loss_form_in_every_structure_under_every_cut(rank, name):
             assert_conforms(rank, LOSSES[name], rows, cut, STRUCTURES["dict"])
     for structure in STRUCTURES.values():
         assert_conforms(rank, LOSSES[name], [4, 6], {"micro_batch_size": 4}, structure)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2)
+def test_every_loss_form_that_is_divided_last(rank, name):
+    case = LOSSES[name]
+    if name == "one mean beside a scalar and a sum":
+        with pytest.raises(RankError, match="give counts= to .backward or .step"):
+            assert_conforms(rank, case, [4, 6], {}, STRUCTURES["dict"], "overlap")
+        case = replace(case, counts=lambda piece: {"nll": piece["mask"].sum()})
+    for rows in SPLITS:
+        for cut in CUTS.values():
+            assert_conforms(rank, case, rows, cut, STRUCTURES["dict"], "overlap")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -100,7 +115,7 @@ def test_ddp_by_itself_fails_the_same_comparison(rank):
     ):
         case, mine, leaves = LOSSES[name], to_torch(share(rank, batch, rows)), Leaves()
         ddp = DistributedDataParallel(leaves, process_group=rank.group, find_unused_parameters=True)
-        ddp(partial(case.whole, batch=mine, ops=torch)).backward()
+        ddp(partial(case.whole, b=mine, ops=torch)).backward()
         _, expected = whole(case.whole, PARAMS, batch)
         with nullcontext() if right else pytest.raises(AssertionError, match="is off by"):
             assert_exact(gradients(dict(leaves.named_parameters())), expected)

@@ -16,6 +16,7 @@ ROWS = {
     2: {"equal": [5, 5], "unequal": [7, 3], "none on one": [10, 0], "none on the first": [0, 10], "one each": [1, 1]},
     4: {"equal": [3, 3, 3, 3], "unequal": [6, 1, 2, 4], "none on some": [0, 9, 0, 1]},
 }
+SYNC = ("once", "overlap")
 OPTIONS = {
     "plain": {},
     "views of the buckets": {"gradient_as_bucket_view": True},
@@ -35,7 +36,7 @@ def share(rank: Rank, data, rows):
     return tuple(tensor[start : start + rows[rank.rank]] for tensor in data)
 
 
-def assert_exact_in_every_cut(rank, rows, **options):
+def assert_exact_in_every_cut(rank, rows, sync="once", **options):
     data = make_data(sum(rows))
     model = make_model()
     loss_fn = make_loss(model)
@@ -43,7 +44,7 @@ def assert_exact_in_every_cut(rank, rows, **options):
     expected = loss_fn(data).item()
     ddp = replica(rank, model, **options)
     for cut in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3}, {"num_micro_batches": 1 + rank.rank}):
-        result = Accumulator(ddp, **cut).backward(make_loss(ddp), share(rank, data, rows))
+        result = Accumulator(ddp, sync=sync, **cut).backward(make_loss(ddp), share(rank, data, rows))
         assert_exact(take_gradients(model), whole)
         assert result.loss.item() == pytest.approx(expected, rel=1e-12)
         assert (result.rows, result.count) == (sum(rows), sum(rows))
@@ -71,8 +72,9 @@ def test_a_group_of_one_is_one_process(rank):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks(2)
 def test_under_every_option_of_ddp(rank, options):
-    for rows in ([7, 3], [0, 10]):
-        assert_exact_in_every_cut(rank, rows, **options)
+    for sync in SYNC:
+        for rows in ([7, 3], [0, 10]):
+            assert_exact_in_every_cut(rank, rows, sync, **options)
 
 
 class Branching(nn.Module):
@@ -101,20 +103,22 @@ def test_parameters_used_on_one_rank_in_one_piece_or_nowhere(rank, options, posi
 
     whole = whole_gradients(model, whole_loss)
     ddp = replica(rank, model, **options)
-    for _ in range(2):
-        Accumulator(ddp, micro_batch_size=1).backward(lambda piece: ddp(piece).square().sum(), x[3 * rank.rank :][:3])
+    for sync in 2 * SYNC:
+        accumulator = Accumulator(ddp, micro_batch_size=1, sync=sync)
+        accumulator.backward(lambda piece: ddp(piece).square().sum(), x[3 * rank.rank :][:3])
         assert (model.sometimes.weight.grad is None) == (not positive)
         assert model.never.weight.grad is None
         assert_exact(take_gradients(model), whole)
 
 
+@pytest.mark.parametrize("sync", SYNC)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks(2)
-def test_what_was_in_the_gradient_is_added_once_and_not_reduced(rank, options):
+def test_what_was_in_the_gradient_is_added_once_and_not_reduced(rank, options, sync):
     data, model = make_data(), make_model()
     whole = whole_gradients(model, lambda: make_loss(model)(data))
     ddp = replica(rank, model, **options)
-    accumulator = Accumulator(ddp, micro_batch_size=2)
+    accumulator = Accumulator(ddp, micro_batch_size=2, sync=sync)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for _ in range(3):  # from the second on they may be views of the buckets
@@ -140,20 +144,21 @@ class Wire:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
+@pytest.mark.parametrize("sync", SYNC)
 @on_ranks(2)
-def test_one_gradient_is_sent_for_any_number_of_pieces(rank, pieces, options):
+def test_one_gradient_is_sent_for_any_number_of_pieces(rank, pieces, options, sync):
     model, data = make_model(), make_data(32)
     one_gradient = sum(parameter.nbytes for parameter in model.parameters())
     ddp = replica(rank, model, **options)
     wire = Wire(ddp, rank.group)
     whole = whole_gradients(model, lambda: make_loss(model)(data))
-    accumulator = Accumulator(ddp, num_micro_batches=pieces)
+    accumulator = Accumulator(ddp, num_micro_batches=pieces, sync=sync)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         accumulator.backward(make_loss(ddp), share(rank, data, [16, 16]))
     assert wire.bytes == one_gradient
     assert_exact(take_gradients(model), whole)
     small = [event for event in profile.events() if event.name == "gloo:all_gather"]
-    assert len(small) == 2
+    assert len(small) == (2 if sync == "once" else 3)
     assert sum(256 * len(event.input_shapes or [0]) for event in small) < 1024
 
     # the plain loop, which synchronises every piece
@@ -193,9 +198,9 @@ def test_sixteen_bit_parameters_are_summed_in_more_and_sent_as_they_are(rank):
     whole = whole_gradients(wide, lambda: make_loss(wide)((data[0].double(), data[1])))
     ddp = replica(rank, model)
     wire = Wire(ddp, rank.group)
-    for rows in ([7, 3], [0, 10]):
+    for rows, sync in (([7, 3], "once"), ([0, 10], "once"), ([7, 3], "overlap"), ([0, 10], "overlap")):
         wire.bytes = 0
-        Accumulator(ddp, micro_batch_size=1).backward(make_loss(ddp), share(rank, data, rows))
+        Accumulator(ddp, micro_batch_size=1, sync=sync).backward(make_loss(ddp), share(rank, data, rows))
         assert wire.bytes == sum(parameter.nbytes for parameter in model.parameters())
         assert all(p.grad.dtype == p.grad_dtype == torch.bfloat16 for p in model.parameters())
         actual = {name: p.grad.double().numpy() for name, p in model.named_parameters()}

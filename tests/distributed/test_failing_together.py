@@ -10,6 +10,8 @@ import torch.distributed as dist
 from crew import Crew, on_ranks
 from models import make_data, make_loss, make_model, take_gradients, whole_gradients
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from reference import assert_exact
@@ -246,12 +248,13 @@ def dying(rank):
     traces.assert_none()
 
 
-def stuck(rank):
-    """One process does not come to the batch."""
+@on_ranks(2)
+def test_a_process_that_does_not_come_to_the_batch_ends_the_others(rank):
+    rank = rank.impatient()
     ddp = DistributedDataParallel(make_model(), process_group=rank.group)
     dist.barrier(rank.group)
     if rank.rank:
-        time.sleep(8)
+        time.sleep(6)
         return
     start = time.monotonic()
     with pytest.raises(RankError, match="did not come to the same batch within the process group's time-out"):
@@ -259,15 +262,42 @@ def stuck(rank):
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize(("name", "ended"), [("dying", [1]), ("stuck", [])])
-def test_a_process_that_is_gone_or_stuck_ends_the_others_and_none_is_left_behind(name, ended):
+@pytest.mark.parametrize("at", ["before the last piece", "in the last piece"])
+@on_ranks(2)
+def test_a_failure_where_the_reduction_overlaps(rank, at):
+    """Before the last piece it is known at once; in the last piece the others are in the reduction already."""
+    rank = rank.impatient()
+    model, data = Disturbing(), make_data()
+    ddp = DistributedDataParallel(model, process_group=rank.group)
+    accumulator, loss_fn = Accumulator(ddp, micro_batch_size=4, sync="overlap"), make_loss(ddp)
+    traces, start = Traces(model), time.monotonic()
+    failing = at_piece(2 if at == "before the last piece" else 3, loss_fn, lambda: raise_(ValueError("boom")))
+    with pytest.raises(RankError, match="rank 1 failed in a batch that it shares: ValueError: boom") as caught:
+        accumulator.backward(failing if rank.rank else loss_fn, data)
+    assert time.monotonic() - start < SOON
+    assert isinstance(caught.value.__cause__, ValueError if rank.rank else (RuntimeError, type(None)))
+    traces.assert_none()
+    if at == "before the last piece":
+        accumulator.backward(loss_fn, data)
+
+
+def dying_in_a_sharded_model(rank):
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    model, data = fully_shard(make_model(), mesh=mesh), make_data()
+    with pytest.raises(RankError, match="the other processes of the batch did not answer: one has ended"):
+        Accumulator(model, micro_batch_size=2).backward(
+            lambda piece: os._exit(1) if rank.rank else make_loss(model)(piece), data
+        )
+
+
+@pytest.mark.parametrize("name", ["dying", "dying_in_a_sharded_model"])
+def test_a_process_that_dies_ends_the_others_and_none_is_left_behind(name):
     pair = Crew(2, time_out=5)
     try:
-        answers = pair.ask(2, __file__, name, {})
+        assert pair.ask(2, __file__, name, {}) == {0: ""}
     finally:
         pair.end()
-    assert answers == {rank: "" for rank in range(2) if rank not in ended}
-    assert [process.poll() is not None for process in pair.processes] == [True, True]
+    assert all(process.poll() is not None for process in pair.processes)
 
 
 @on_ranks(2)

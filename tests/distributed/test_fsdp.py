@@ -1,13 +1,12 @@
 """FSDP2: shards of the parameters in every process, and the gradient of the global batch all the same."""
 
 import copy
-import os
 import time
 from functools import partial
 
 import pytest
 import torch
-from crew import Crew, on_ranks
+from crew import on_ranks
 from models import make_data, make_loss, make_model, whole_gradients
 from test_conformance import PARAMS, Leaves
 from torch import nn
@@ -246,7 +245,9 @@ def test_what_fails_on_every_rank_at_once_leaves_no_trace(rank):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def failing_in_a_piece(rank):
+@on_ranks(2)
+def test_a_failure_within_a_piece_ends_at_the_time_out_and_is_named(rank):
+    rank = rank.impatient()
     model, data = sharded(rank, make_model()), make_data()
     calls, start = 0, time.monotonic()
 
@@ -262,21 +263,3 @@ def failing_in_a_piece(rank):
     assert caught.value.rank == 1
     assert time.monotonic() - start < 30
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def dying_in_a_piece(rank):
-    model, data = sharded(rank, make_model()), make_data()
-    with pytest.raises(RankError, match="the other processes of the batch did not answer: one has ended"):
-        Accumulator(model, micro_batch_size=2).backward(
-            lambda piece: os._exit(1) if rank.rank else make_loss(model)(piece), data
-        )
-
-
-@pytest.mark.parametrize(("name", "ended"), [("failing_in_a_piece", []), ("dying_in_a_piece", [1])])
-def test_a_failure_within_a_piece_ends_at_the_time_out_and_is_named(name, ended):
-    pair = Crew(2, time_out=5)
-    try:
-        answers = pair.ask(2, __file__, name, {})
-    finally:
-        pair.end()
-    assert answers == {rank: "" for rank in range(2) if rank not in ended}

@@ -47,8 +47,9 @@ class Accumulator:
             "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
-        sync: when a model of several processes sends gradients: "once" per batch, or with `fully_shard` also for
-            "every" piece, which sends more and holds less.
+        sync: when a model of several processes sends gradients: "once" per batch, after its last piece; with DDP, in
+            "overlap" with the backward of the last piece; with `fully_shard` also for "every" piece, which sends more
+            and holds less.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,8 +87,8 @@ class Accumulator:
             raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
-        if sync not in ("once", "every"):
-            raise OptionError(f'sync must be "once" or "every", got {sync!r}')
+        if sync not in ("once", "overlap", "every"):
+            raise OptionError(f'sync must be "once", "overlap" or "every", got {sync!r}')
         self._model = Model(model)
         self._sync: Sync = sync
         self._accum_dtype = accum_dtype
@@ -214,9 +215,14 @@ class Accumulator:
                 turns = whole.turns or len(pieces)
                 for turn, (piece, rows) in enumerate(pieces.turns(turns), start=1):
                     start_piece()
-                    processes.turn(turn == turns)
+                    last = turn == turns
+                    if last and processes.overlaps:
+                        opened.agreement.between()
+                    processes.turn(last)
                     add = opened.add if turn <= len(pieces) else opened.add_nothing
-                    add(loss_fn(to_device(piece, device)), rows)
+                    add(loss_fn(to_device(piece, device)), rows, last)
+                if not turns and processes.overlaps:
+                    opened.agreement.between()
 
     def _finish(self, step: Step) -> Result:
         batch = self._open or self._new_batch(in_a_loop=True)
@@ -247,7 +253,8 @@ class Accumulator:
         return dataclasses.replace(result, stepped=stepped)
 
     def _new_batch(self, *, in_a_loop: bool = False) -> OpenBatch:
-        processes = self._processes()  # first, as it brings parameters into the state in which they are found
+        # first, as it brings parameters into the state in which they are found; a loop does not know its last piece
+        processes = self._processes("once" if in_a_loop and self._sync == "overlap" else self._sync)
         surroundings = None if in_a_loop else Snapshot(self._model)
         return OpenBatch(require(self._model.parameters()), processes, surroundings)
 
@@ -255,8 +262,8 @@ class Accumulator:
         self._open = batch
         batch.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
 
-    def _processes(self) -> Alone:
-        return processes_of(self._model, self._sync)
+    def _processes(self, sync: Sync) -> Alone:
+        return processes_of(self._model, sync)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:

@@ -85,7 +85,7 @@ class Agreement:
                 raise
             self._over = True
             told = _failures(self._processes.told_failures())
-            if self._processes.lockstep and not told and is_lost(error):
+            if self._processes.in_step and not told and is_lost(error):
                 raise lost(error) from error
             failures = told or _failures(self._processes.tell_failure(_told_failure(error)))
             self._processes.reset()
@@ -120,6 +120,12 @@ class Agreement:
         self._processes.begin(all(message["clean"] for message in every))
         whole_counts = None if share.counts is None else _summed([message["counts"] for message in every])
         return Share(_sum_if_known([message["rows"] for message in every]), sum(each), whole_counts, turns)
+
+    def between(self) -> None:
+        """All is well so far; asked where nobody can be asked from here on, until the last backward is over."""
+        if not self._over:
+            self._exchange({})
+            self._processes.in_step = True
 
     def after(self, ledger: Ledger, sums: GradientSums, judge: Callable[[Totals], str | None]) -> Whole:
         """What the pieces of all processes came to.

@@ -73,13 +73,13 @@ class OpenBatch:
             self._counts,
             loss_scale=self._scale,
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
-            lockstep=self.processes.lockstep,
+            divided_last=self.processes.lockstep or self.processes.overlaps,
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
         single = own.pieces == 1 and scaler is None
         self.sums.begin(self._parameters, None if single or self.processes.lockstep else sum_dtype)
 
-    def add(self, returned: Any, rows: int | None) -> None:
+    def add(self, returned: Any, rows: int | None, last: bool = False) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
         reading = read(returned, rows)
         self._ledger.enter(reading, rows)
@@ -88,9 +88,9 @@ class OpenBatch:
             self._ledger.graphless.append(self._ledger.pieces)
             if self.processes.lockstep:
                 main = nothing(reading)
-        self.sums.add(main, aside)
+        self.sums.add(main.carrying(self.processes.carried(self.sums)) if last else main, aside)
 
-    def add_nothing(self, returned: Any, rows: int | None) -> None:
+    def add_nothing(self, returned: Any, rows: int | None, last: bool = False) -> None:
         """Run the backward of a piece that was added before, without adding anything."""
         self.sums.add(nothing(read(returned, rows)), Pass([], []))
 
@@ -99,6 +99,7 @@ class OpenBatch:
         if self._in_a_loop and not (step.scaler is None and self._scale is None):
             self.sums.scale(self._ratio_of_scales(step.scaler))
         looking = on_nonfinite != "keep" and step.scaler is None
+        self.processes.settle(self.sums)
         whole = self.agreement.after(self._ledger, self.sums, lambda own: self._judge_own(own, on_nonfinite, looking))
         factor = self.processes.reduce(self.sums, self._weights.factor(whole.totals), whole.untouched)
         norm = finalise(self.sums, factor, None if step.scaler else step.max_norm)

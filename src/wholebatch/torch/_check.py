@@ -24,7 +24,7 @@ from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction, read
 from ._model import Model, only_device
 from ._peers import Alone
-from ._processes import processes_of
+from ._processes import Sync, processes_of
 from ._state import Snapshot
 from ._sums import GradientSums
 from ._wide import in_float64, widen
@@ -158,7 +158,7 @@ def _largest(entries: Tensor) -> float:
 class _Judged(Accumulator):
     """Lets a wrong loss do what it would do, instead of refusing it, and asks no other process."""
 
-    def _processes(self) -> Alone:
+    def _processes(self, sync: Sync) -> Alone:
         return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ not fit is there a second exchange, for the rest.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,9 @@ from ._sums import GradientSums, scale
 
 Message = Mapping[str, Any]
 
+_batches: Counter[str] = Counter()
+"""How many each group has begun; every process of a group counts the same."""
+
 BLOCK = 256
 """Bytes that every process sends at least; what a batch comes to rarely takes more."""
 
@@ -32,6 +36,12 @@ class Alone:
     world = 1
     lockstep = False
     """Whether forwards and backwards exchange something, so that every process has to run as many."""
+
+    overlaps = False
+    """Whether gradients are sent while the last piece's backward makes them."""
+
+    in_step = False
+    """Whether others may be waiting within a forward or backward, where they cannot be asked anything."""
 
     device = torch.device("cpu")
     """Where what was exchanged is wanted."""
@@ -66,6 +76,13 @@ class Alone:
 
     def turn(self, last: bool) -> None:
         """The next piece begins."""
+
+    def carried(self, sums: GradientSums) -> list[Tensor]:
+        """Losses without a gradient that the last piece's backward shall carry."""
+        return []
+
+    def settle(self, sums: GradientSums) -> None:
+        """The last backward is over."""
 
     def check_apart(self) -> None:
         """In a loop that calls the model itself: raise unless it was called as within `apart`."""
@@ -113,6 +130,8 @@ class Peers(Alone):
         self.rank = group.rank()
         self.world = group.size()
         self.device = device
+        _batches[group.group_name] += 1
+        self._batch = _batches[group.group_name]
         # a device that is not the host would be waited for
         self._wire = torch.device("cpu") if torch.device("cpu") in group._device_types else device
 
@@ -128,6 +147,29 @@ class Peers(Alone):
             rests = self._gather_bytes(data[room:].ljust(missing))
             arrived = [block + rest for block, rest in zip(arrived, rests, strict=True)]
         return [json.loads(block[:size]) for block, size in zip(arrived, sizes, strict=True)]
+
+    def tell_failure(self, message: Message) -> list[Message]:
+        """If the others may be in a forward or backward, it is written where they look when that fails."""
+        if not self.in_step:
+            return self.gather(message)
+        try:
+            dist.distributed_c10d._get_default_store().set(self._key(self.rank), json.dumps(message))
+        except RuntimeError as error:  # it went with the process that kept it
+            raise lost(error) from error
+        return [message if rank == self.rank else {} for rank in range(self.world)]
+
+    def told_failures(self) -> list[Message]:
+        if not self.in_step:
+            return []
+        store = dist.distributed_c10d._get_default_store()
+        keys = [self._key(rank) for rank in range(self.world)]
+        try:
+            return [json.loads(store.get(key)) if store.check([key]) else {} for key in keys]
+        except RuntimeError:
+            return []
+
+    def _key(self, rank: int) -> str:
+        return f"wholebatch/{self.group.group_name}/{self._batch}/{rank}"
 
     def _scale(self, sums: GradientSums, shared: list[Tensor], factor: Number | Tensor) -> None:
         """Multiply the sums, those of shared parameters so that their mean over the processes is what is wanted."""

@@ -12,7 +12,7 @@ from ._peers import Alone
 from ._replicas import Replicas
 from ._shards import Shards
 
-Sync = Literal["once", "every"]
+Sync = Literal["once", "overlap", "every"]
 
 
 def processes_of(model: Model, sync: Sync = "once") -> Alone:
@@ -25,8 +25,10 @@ def processes_of(model: Model, sync: Sync = "once") -> Alone:
     shards = [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
     if replicas and shards:
         raise OptionError("the model has both DistributedDataParallel and fully_shard in it: give one of them")
+    if shards and sync == "overlap":
+        raise OptionError('sync="overlap" is for DistributedDataParallel: fully_shard overlaps by itself')
     if shards:
         return Shards(shards, sync == "every")
     if replicas and sync == "every":
         raise OptionError('sync="every" is for fully_shard: DistributedDataParallel sends one gradient per batch')
-    return Replicas(replicas) if replicas else Alone()
+    return Replicas(replicas, sync == "overlap") if replicas else Alone()

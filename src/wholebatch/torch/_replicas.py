@@ -5,6 +5,7 @@ Pieces are local: nothing crosses the wire in their forwards and backwards. What
 calls no forward.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import BatchError, OptionError
 from ._loss import Number
 from ._peers import Peers
-from ._reduce import reduce_gradients
+from ._reduce import announce, reduce_gradients
 from ._sums import GradientSums, set_grad_dtype
 
 _NOT_CALLED: Any = 1
@@ -32,10 +33,15 @@ class Replicas(Peers):
 
     Args:
         modules: the DDP modules of the model.
+        overlaps: whether the reduction runs during the last piece's backward.
     """
 
-    def __init__(self, modules: list[DistributedDataParallel]) -> None:
+    def __init__(self, modules: list[DistributedDataParallel], overlaps: bool = False) -> None:
         self._modules = modules
+        self.overlaps = overlaps
+        self._reduced = False
+        self._waiting: dict[int, None] = {}
+        self._hooks: list[Any] = []
         for module in modules:
             _refuse(module)
         super().__init__(modules[0].process_group, modules[0].device)
@@ -68,6 +74,8 @@ class Replicas(Peers):
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
             yield
         finally:
+            for hook in self._hooks:
+                hook.remove()
             for module, (gradients, buffers) in zip(self._modules, before, strict=True):
                 module.require_backward_grad_sync, module.require_forward_param_sync = gradients, buffers
 
@@ -78,28 +86,72 @@ class Replicas(Peers):
                 "within `with model.no_sync():`, the batch is synchronised once, by .finish"
             )
 
+    def carried(self, sums: GradientSums) -> list[Tensor]:
+        if not self.overlaps or any(_is_wide(parameter) for parameter in self._parameters()):
+            return []  # sums that are wide have to be rounded first
+        self._prepare(sums)
+        self._wait_for(self.untouched(sums))
+        self._reduced = True
+        return [announce(module, of_module) for module, (of_module, _) in zip(self._modules, self._shared, strict=True)]
+
+    def settle(self, sums: GradientSums) -> None:
+        if not self.overlaps:
+            return
+        if not self._reduced:
+            self._waiting = dict.fromkeys(self.untouched(sums))
+            self._reduce(sums)
+        self.in_step = False
+
+    def _wait_for(self, untouched: list[int]) -> None:
+        """Learn which of these parameters the last piece reaches, since afterwards all of them have gradients."""
+        parameters, finds = self._parameters(), any(module.find_unused_parameters for module in self._modules)
+        self._waiting = dict.fromkeys(untouched)
+        for i in untouched:
+            if parameters[i].requires_grad:
+                if finds:  # then DDP insists on a gradient where a failed batch, or a use outside of one, had one
+                    parameters[i].grad = torch.zeros_like(parameters[i])
+                arrived = functools.partial(self._arrived, i, 0 if finds else None)
+                self._hooks.append(parameters[i].register_post_accumulate_grad_hook(arrived))
+
+    def _arrived(self, i: int, untouched: int | None, parameter: Tensor) -> None:
+        """Also called where nothing was added, which leaves the gradient's version as it was."""
+        if parameter.grad is not None and parameter.grad._version != untouched:
+            self._waiting.pop(i, None)
+
     def untouched(self, sums: GradientSums) -> list[int]:
+        if self._reduced:
+            return list(self._waiting)
         touched = sums.touched()
         return [i for i, parameter in enumerate(self._parameters()) if id(parameter) not in touched]
 
     def reduce(self, sums: GradientSums, factor: Number | Tensor, untouched: list[int]) -> Number | Tensor:
-        """Divided before, so that what is sent has the size of a gradient, in the parameter's dtype as DDP wants it."""
-        parameters = self._parameters()
-        self._scale(sums, parameters, sums.join(factor))
-        wide = [(parameter, parameter.grad_dtype) for parameter in parameters if _is_wide(parameter)]
-        for parameter, _ in wide:
-            _convert(parameter, parameter.dtype)
-        if any(module.gradient_as_bucket_view for module in self._modules):
-            sums.copy_before()  # it may lie in the buckets
-        for module, (of_module, expect_sparse) in zip(self._modules, self._shared, strict=True):
-            reduce_gradients(module, of_module, expect_sparse)
+        """Divided before, so that what is sent has the size of a gradient, unless it was sent during the backward."""
+        self._scale(sums, self._parameters(), sums.join(factor))
+        if not self._reduced:
+            self._reduce(sums)
+        for module in self._modules:
             module.reducer._rebuild_buckets()  # in time for a process whose next batch has no rows, hence no forward
             module.require_forward_param_sync = _NOT_CALLED
         for i in untouched:
-            parameters[i].grad = None
+            self._parameters()[i].grad = None
+        return 1
+
+    def _reduce(self, sums: GradientSums) -> None:
+        """In the parameters' dtypes, as DDP wants it."""
+        parameters = self._parameters()
+        wide = [(parameter, parameter.grad_dtype) for parameter in parameters if _is_wide(parameter)]
+        for parameter, _ in wide:
+            _convert(parameter, parameter.dtype)
+        self._prepare(sums)
+        for module, (of_module, expect_sparse) in zip(self._modules, self._shared, strict=True):
+            reduce_gradients(module, of_module, expect_sparse)
         for parameter, dtype in wide:
             _convert(parameter, dtype)
-        return 1
+        self._reduced = True
+
+    def _prepare(self, sums: GradientSums) -> None:
+        if any(module.gradient_as_bucket_view for module in self._modules):
+            sums.copy_before()  # it may lie in the buckets
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for of_module, _ in self._shared for parameter in of_module]

@@ -7,8 +7,6 @@ with most pieces has. One with fewer runs its last piece again with weight 0.
     every    each turn's gradients are reduced; nothing unsharded outlives its turn
 """
 
-import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +16,8 @@ from torch import Tensor
 
 from .._errors import BatchError, OptionError
 from ._loss import Number
-from ._peers import Message, Peers, lost
+from ._peers import Peers
 from ._sums import GradientSums, scale
-
-_batches: Counter[str] = Counter()
 
 
 class Shards(Peers):
@@ -50,9 +46,6 @@ class Shards(Peers):
         group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         assert group is not None
         super().__init__(group, self._groups[0].device)
-        _batches[self.group.group_name] += 1
-        self._batch = _batches[self.group.group_name]
-        self._in_step = False
 
     def turns(self, pieces: list[int]) -> int:
         idle = [rank for rank, number in enumerate(pieces) if not number]
@@ -65,10 +58,10 @@ class Shards(Peers):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        self._in_step = True
+        self.in_step = True
         try:
             yield
-            self._in_step = False
+            self.in_step = False
         finally:
             self._synchronise(True)
 
@@ -89,25 +82,6 @@ class Shards(Peers):
                 scale([g for g in gradients if g is not None], group.gradient_divide_factor / self.world)
         return 1
 
-    def tell_failure(self, message: Message) -> list[Message]:
-        """The others may be within a forward, where they cannot be asked: it is written where they look later."""
-        if not self._in_step:
-            return self.gather(message)
-        store = dist.distributed_c10d._get_default_store()
-        try:
-            store.set(self._key(self.rank), json.dumps(message))
-        except RuntimeError as error:  # it went with the process that kept it
-            raise lost(error) from error
-        return [message if rank == self.rank else {} for rank in range(self.world)]
-
-    def told_failures(self) -> list[Message]:
-        store = dist.distributed_c10d._get_default_store()
-        try:
-            keys = [self._key(rank) for rank in range(self.world)]
-            return [json.loads(store.get(key)) if store.check([key]) else {} for key in keys]
-        except RuntimeError:
-            return []
-
     def reset(self) -> None:
         for module in self._modules:
             if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
@@ -124,9 +98,6 @@ class Shards(Peers):
     def _synchronise(self, now: bool) -> None:
         for module in self._modules:
             module.set_requires_gradient_sync(now, recurse=False)
-
-    def _key(self, rank: int) -> str:
-        return f"wholebatch/{self.group.group_name}/{self._batch}/{rank}"
 
 
 def _param_groups(module: Any) -> list[Any]:

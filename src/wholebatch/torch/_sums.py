@@ -78,7 +78,7 @@ class GradientSums:
                 self._own(leaf)
 
     def add(self, main: Pass, aside: Pass) -> None:
-        """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
+        """Run a piece's backward; `aside` has a buffer of its own until `join`."""
         self.adopt(main.values + aside.values)
         self._adding = True
         try:
