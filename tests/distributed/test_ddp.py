@@ -1,5 +1,8 @@
 """DDP: the gradient of the global batch, however its rows lie in the processes and however they are cut."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -399,6 +402,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(rank):
     ddp = replica(rank, make_model(), static_graph=True)
     with pytest.raises(OptionError, match="static_graph=True\\) expects each iteration to fire the hooks of its first"):
         Accumulator(ddp).backward(make_loss(ddp), make_data())
+    assert evaluate(ddp, make_loss(ddp), [make_data()]).rows == 10, "no gradient, no refusal"
     data, normalised = make_data(), nn.Sequential(nn.BatchNorm1d(4), make_model()).double()
     ddp = replica(rank, normalised)
     with pytest.raises(RankError, match="in training mode with statistics of the batch"):
@@ -412,6 +416,48 @@ def test_modules_of_different_groups_are_refused(rank):
     models = [replica(rank, make_model()), replica(half, make_model())]
     with pytest.raises(OptionError, match="belong to process groups of different ranks"):
         Accumulator(models).backward(make_loss(models[0]), make_data())
+
+
+class Synchronised(nn.SyncBatchNorm):
+    """torch's own runs on GPUs only; this one has the same exchange, and normalises like BatchNorm."""
+
+    def forward(self, x):
+        dist.all_reduce(torch.ones(()), group=self.process_group)
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum
+        )
+
+
+@on_ranks(2)
+def test_modules_that_exchange_something_in_their_forward_run_in_step(rank):
+    model = nn.Sequential(nn.BatchNorm1d(4), make_model()).double()
+    ddp, data = replica(rank, model), make_data()
+    model[0].__class__, model[0].process_group = Synchronised, rank.group  # DDP would look for a GPU
+    accumulator = Accumulator(ddp, micro_batch_size=2, batch_norm="micro")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accumulator.backward(make_loss(ddp), share(rank, data, [8, 2]))  # four pieces here, one there
+    apart = copy.deepcopy(model)
+    pieces = [tuple(t[start : start + 2] for t in data) for start in range(0, 10, 2)]
+    batch_norm = nn.BatchNorm1d(4).double()
+    batch_norm.load_state_dict(model[0].state_dict())
+    apart[0] = batch_norm
+    loss_fn = make_loss(apart)
+    whole = whole_gradients(apart, lambda: torch.stack([loss_fn(piece) * 2 for piece in pieces]).sum() / 10)
+    assert_exact(take_gradients(model), whole)
+    with pytest.raises(ValueError, match="rank 1 has no rows: with fully_shard or SyncBatchNorm every process"):
+        accumulator.backward(make_loss(ddp), share(rank, data, [10, 0]))
+
+
+@on_ranks(1)
+def test_one_process_leaves_unused_parameters_alone_too(rank):
+    model = Branching()
+    ddp = replica(rank, model)
+    for sync in SYNC:
+        Accumulator(ddp, sync=sync).backward(lambda x: ddp(x).square().mean(), -torch.ones(3, 4, dtype=torch.float64))
+        assert model.always.weight.grad is not None
+        assert model.sometimes.weight.grad is None
+        model.zero_grad()
 
 
 @on_ranks(2)

@@ -255,6 +255,7 @@ class Accumulator:
     def _new_batch(self, *, in_a_loop: bool = False) -> OpenBatch:
         # first, as it brings parameters into the state in which they are found; a loop does not know its last piece
         processes = self._processes("once" if in_a_loop and self._sync == "overlap" else self._sync)
+        processes.refuse()
         surroundings = None if in_a_loop else Snapshot(self._model)
         return OpenBatch(require(self._model.parameters()), processes, surroundings)
 

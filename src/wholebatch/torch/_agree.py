@@ -137,7 +137,7 @@ class Agreement:
         """
         totals = ledger.totals()
         if self._over:
-            return Whole(totals, ledger.rows, [], None)
+            return Whole(totals, ledger.rows, self._processes.untouched(sums), None)
         nonfinite = judge(totals)
         untouched = sum(1 << i for i in self._processes.untouched(sums))
         every = self._exchange(

@@ -42,7 +42,7 @@ class OpenBatch:
         self._surroundings = surroundings
         self.processes = processes
         self.agreement = Agreement(processes)
-        self.sums = GradientSums(adopts=not processes.lockstep)  # with shards, leaves are made for each forward
+        self.sums = GradientSums(adopts=not processes.sharded)  # with shards, leaves are made for each forward
 
     def begin(
         self,
@@ -73,11 +73,11 @@ class OpenBatch:
             self._counts,
             loss_scale=self._scale,
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
-            divided_last=self.processes.lockstep or self.processes.overlaps,
+            divided_last=self.processes.sharded or self.processes.overlaps,
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
         single = own.pieces == 1 and scaler is None
-        self.sums.begin(self._parameters, None if single or self.processes.lockstep else sum_dtype)
+        self.sums.begin(self._parameters, None if single or self.processes.sharded else sum_dtype)
 
     def add(self, returned: Any, rows: int | None, last: bool = False) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import RankError
+from .._errors import BatchError, RankError
 from ._loss import Number
 from ._sums import GradientSums, scale
 
@@ -37,6 +37,9 @@ class Alone:
     lockstep = False
     """Whether forwards and backwards exchange something, so that every process has to run as many."""
 
+    sharded = False
+    """Whether a parameter is one only while it is used, put together from parts that the processes hold."""
+
     overlaps = False
     """Whether gradients are sent while the last piece's backward makes them."""
 
@@ -50,6 +53,9 @@ class Alone:
     def shared(self) -> bool:
         """Whether there are others, who would wait for this process if it failed by itself."""
         return self.world > 1
+
+    def refuse(self) -> None:
+        """Raise if the model's way of sharing a batch is not supported."""
 
     @property
     def clean(self) -> bool:
@@ -68,7 +74,15 @@ class Alone:
 
     def turns(self, pieces: list[int]) -> int | None:
         """How many pieces each process runs, if all have to run as many; from the number that each has."""
-        return None
+        if not self.lockstep:
+            return None
+        idle = [rank for rank, number in enumerate(pieces) if not number]
+        if idle:
+            raise BatchError(
+                f"rank {', '.join(map(str, idle))} has no rows: with fully_shard or SyncBatchNorm every process runs "
+                "the model in step, so each needs at least one row of the batch"
+            )
+        return max(pieces)
 
     def apart(self) -> AbstractContextManager[None]:
         """Within, the forwards and backwards of a batch's pieces run, and exchange as little as they can."""
@@ -130,10 +144,11 @@ class Peers(Alone):
         self.rank = group.rank()
         self.world = group.size()
         self.device = device
-        _batches[group.group_name] += 1
-        self._batch = _batches[group.group_name]
         # a device that is not the host would be waited for
         self._wire = torch.device("cpu") if torch.device("cpu") in group._device_types else device
+
+    def begin(self, clean: bool) -> None:
+        _batches[self.group.group_name] += 1
 
     def gather(self, message: Message) -> list[Message]:
         """Every process's message, by rank."""
@@ -169,7 +184,8 @@ class Peers(Alone):
             return []
 
     def _key(self, rank: int) -> str:
-        return f"wholebatch/{self.group.group_name}/{self._batch}/{rank}"
+        name = self.group.group_name
+        return f"wholebatch/{name}/{_batches[name]}/{rank}"
 
     def _scale(self, sums: GradientSums, shared: list[Tensor], factor: Number | Tensor) -> None:
         """Multiply the sums, those of shared parameters so that their mean over the processes is what is wanted."""

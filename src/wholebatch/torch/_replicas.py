@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import BatchError, OptionError
@@ -42,19 +42,25 @@ class Replicas(Peers):
         self._reduced = False
         self._waiting: dict[int, None] = {}
         self._hooks: list[Any] = []
-        for module in modules:
-            _refuse(module)
+        self.lockstep = any(
+            isinstance(inner, nn.SyncBatchNorm) and inner.training for module in modules for inner in module.modules()
+        )
         super().__init__(modules[0].process_group, modules[0].device)
-        ranks = dist.get_process_group_ranks(self.group)
-        if any(dist.get_process_group_ranks(module.process_group) != ranks for module in modules):
-            raise OptionError("the model's DDP modules belong to process groups of different ranks: give each its own")
         self._shared = [module._build_params_for_reducer() for module in modules]
+
+    def refuse(self) -> None:
+        for module in self._modules:
+            _refuse(module)
+        ranks = dist.get_process_group_ranks(self.group)
+        if any(dist.get_process_group_ranks(module.process_group) != ranks for module in self._modules):
+            raise OptionError("the model's DDP modules belong to process groups of different ranks: give each its own")
 
     @property
     def clean(self) -> bool:
         return all(module.require_forward_param_sync is _NOT_CALLED for module in self._modules)
 
     def begin(self, clean: bool) -> None:
+        super().begin(clean)
         if not clean:
             self.reset()
         for module in self._modules:

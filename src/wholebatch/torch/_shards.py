@@ -29,6 +29,7 @@ class Shards(Peers):
     """
 
     lockstep = True
+    sharded = True
 
     def __init__(self, modules: list[Any], every: bool) -> None:
         self._modules, self._every = modules, every
@@ -46,15 +47,6 @@ class Shards(Peers):
         group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         assert group is not None
         super().__init__(group, self._groups[0].device)
-
-    def turns(self, pieces: list[int]) -> int:
-        idle = [rank for rank, number in enumerate(pieces) if not number]
-        if idle:
-            raise BatchError(
-                f"rank {', '.join(map(str, idle))} has no rows: with fully_shard every process runs the model in step, "
-                "so each needs at least one row of the batch"
-            )
-        return max(pieces)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
