@@ -1,6 +1,5 @@
 """DDP: the gradient of the global batch, however its rows lie in the processes and however they are cut."""
 
-import copy
 import warnings
 
 import pytest
@@ -403,6 +402,11 @@ def test_what_cannot_be_done_is_refused_with_the_reason(rank):
     with pytest.raises(OptionError, match="static_graph=True\\) expects each iteration to fire the hooks of its first"):
         Accumulator(ddp).backward(make_loss(ddp), make_data())
     assert evaluate(ddp, make_loss(ddp), [make_data()]).rows == 10, "no gradient, no refusal"
+    for attribute, words in (("mixed_precision", "use torch.autocast"), ("_use_python_reducer", "without its reducer")):
+        ddp = replica(rank, make_model())
+        setattr(ddp, attribute, True)
+        with pytest.raises(OptionError, match=words):
+            Accumulator(ddp).backward(make_loss(ddp), make_data())
     data, normalised = make_data(), nn.Sequential(nn.BatchNorm1d(4), make_model()).double()
     ddp = replica(rank, normalised)
     with pytest.raises(RankError, match="in training mode with statistics of the batch"):
@@ -437,11 +441,8 @@ def test_modules_that_exchange_something_in_their_forward_run_in_step(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accumulator.backward(make_loss(ddp), share(rank, data, [8, 2]))  # four pieces here, one there
-    apart = copy.deepcopy(model)
-    pieces = [tuple(t[start : start + 2] for t in data) for start in range(0, 10, 2)]
-    batch_norm = nn.BatchNorm1d(4).double()
-    batch_norm.load_state_dict(model[0].state_dict())
-    apart[0] = batch_norm
+    apart = nn.Sequential(nn.BatchNorm1d(4), make_model()).double()
+    pieces = [tuple(tensor[start : start + 2] for tensor in data) for start in range(0, 10, 2)]
     loss_fn = make_loss(apart)
     whole = whole_gradients(apart, lambda: torch.stack([loss_fn(piece) * 2 for piece in pieces]).sum() / 10)
     assert_exact(take_gradients(model), whole)

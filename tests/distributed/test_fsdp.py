@@ -4,6 +4,7 @@ import copy
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from crew import on_ranks
@@ -12,6 +13,7 @@ from test_conformance import PARAMS, Leaves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -161,6 +163,46 @@ def test_what_was_in_the_gradient_is_added(rank, sync):
     assert_exact(full_gradients(model), {name: 3 * gradient for name, gradient in whole.items()})
 
 
+@pytest.mark.parametrize("sync", SYNC)
+@on_ranks(4)
+def test_shards_that_are_replicated(rank, sync):
+    model, data = make_model(), make_data(12)
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    Accumulator(model, micro_batch_size=2, sync=sync).backward(make_loss(model), share(rank, data, [5, 1, 2, 4]))
+    assert_exact(full_gradients(model), whole)
+
+
+@on_ranks(4)
+def test_meshes_that_are_not_supported_are_refused(rank):
+    whole = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("all",))
+    square = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("tensor", "data"))
+    model = make_model()
+    fully_shard(model[0], mesh=whole)
+    fully_shard(model, mesh=square["data"])
+    with pytest.raises(OptionError, match="sharded over different device meshes"):
+        Accumulator(model).backward(make_loss(model), make_data())
+
+
+@on_ranks(2)
+def test_tensor_parallel_models_work_as_in_one_process(rank):
+    model, data = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    norm = np.sqrt(sum((gradient**2).sum() for gradient in whole.values()))
+    parallelize_module(model, mesh_of(rank), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    accumulator = Accumulator(model, micro_batch_size=3)
+    for _ in range(2):
+        accumulator.backward(make_loss(model), data)
+    assert_exact(full_gradients(model), {name: 2 * gradient for name, gradient in whole.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
+    result = accumulator.step(make_loss(model), data, optimizer, max_norm=0.1)
+    assert result.grad_norm.item() == pytest.approx(norm, rel=1e-12)
+    moved = {name: (start[name] - parameter.full_tensor()).detach() for name, parameter in model.named_parameters()}
+    assert_exact(moved, {name: gradient * 0.1 / norm for name, gradient in whole.items()}, tolerance=1e-4)
+
+
 @on_ranks(2)
 def test_a_divide_factor_of_ones_own(rank):
     model, data = make_model(), make_data()
@@ -214,6 +256,10 @@ def test_what_cannot_be_done_is_refused(rank):
     ddp = DistributedDataParallel(make_model(), process_group=rank.group)
     with pytest.raises(OptionError, match='sync="every" is for fully_shard'):
         Accumulator(ddp, sync="every").backward(make_loss(ddp), data)
+    with pytest.raises(OptionError, match='sync="overlap" is for DistributedDataParallel'):
+        Accumulator(model, sync="overlap").backward(make_loss(model), data)
+    with pytest.raises(OptionError, match='sync must be "once", "overlap" or "every", got \'twice\''):
+        Accumulator(model, sync="twice")
     with pytest.raises(OptionError, match="both DistributedDataParallel and fully_shard"):
         Accumulator([ddp, model]).backward(make_loss(ddp), data)
 
