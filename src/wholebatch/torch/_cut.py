@@ -12,8 +12,12 @@ import torch
 
 from .._errors import BatchError
 from .._plan import balanced
+from .._sample import rows_to_take
 from ._tree import map_tensors, tensors
 from ._window import Window
+
+IGNORED = -100
+"""The label of tokens that do not count."""
 
 
 class Cut:
@@ -95,9 +99,20 @@ def rows_between(batch: Any, start: int, stop: int) -> Any:
 
 
 def spread_rows(batch: Any, rows: int) -> Any:
-    """As many rows, spread evenly over the batch, since neighbours are often alike."""
-    chosen = torch.linspace(0, rows_of(batch) - 1, rows).round().long()
+    """As many rows, spread over the batch, with those that are the emptiest and the fullest of them."""
+    chosen = torch.tensor(rows_to_take(rows_of(batch), rows, _unusual_rows(batch)))
     return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)] if tensor.dim() else tensor, batch)
+
+
+def _unusual_rows(batch: Any) -> list[int]:
+    """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
+    found = []
+    for _, tensor in tensors(batch):
+        if tensor.dim() and tensor.numel() and tensor.layout == torch.strided:
+            empty = ((tensor == 0) | (tensor == IGNORED)).reshape(len(tensor), -1).sum(1)
+            if empty.min() < empty.max():
+                found += [int(empty.argmin()), int(empty.argmax())]
+    return found
 
 
 def to_device(piece: Any, device: torch.device | None) -> Any:
