@@ -35,7 +35,8 @@ class Accumulator:
     """Computes the gradient of a whole batch on the memory of one of its pieces.
 
     Args:
-        model: a module, several modules, or an iterable of parameters.
+        model: a module, several modules, or an iterable of parameters. With `DistributedDataParallel` or `fully_shard`
+            the batch is that of all processes, each of which holds some of its rows, or none.
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
             stays as it is.
         num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.

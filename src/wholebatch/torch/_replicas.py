@@ -78,7 +78,9 @@ class Replicas(Peers):
         try:
             for module in self._modules:
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
+            self.in_step = self.lockstep
             yield
+            self.in_step &= self.overlaps  # if so, until the reduction is over
         finally:
             for hook in self._hooks:
                 hook.remove()
