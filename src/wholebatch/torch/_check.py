@@ -14,10 +14,11 @@ from .._errors import BatchError
 from .._plan import balanced, check_sizes
 from .._report import Report, tolerance
 from .._sample import cuts_to_try, rows_to_use
-from ._bench import TorchBench, exact_layout, unsynchronised
+from ._bench import TorchBench, exact_layout
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction
 from ._model import Model, only_device
+from ._processes import processes_of
 from ._randomness import OwnGenerators, Start
 from ._regroup import LengthFunction, TrimFunction
 from ._sums import GradientSums
@@ -37,7 +38,8 @@ def check(
 ) -> Report:
     """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
-    Parameters, buffers, gradients, modes and random generators are as before afterwards.
+    Parameters, buffers, gradients, modes and random generators are as before afterwards. Each process judges its own
+    rows.
 
     Args:
         model: as for `Accumulator`.
@@ -153,7 +155,7 @@ def _untouched(model: Model, own_generators: OwnGenerators) -> Iterator[Gradient
     sums = GradientSums(claims=False)  # the accumulators that are judged need the leaves
     try:
         sums.begin(model.parameters())
-        with unsynchronised(model.modules):
+        with processes_of(model).apart():
             yield sums
     finally:
         sums.restore()

@@ -24,6 +24,8 @@ from ._accumulator import Accumulator, SumOptions
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
+from ._peers import Alone
+from ._processes import Sync
 from ._stand_in import StandIns, stand_in_batch, stand_in_optimizer
 from ._step import Step
 from ._tree import tensors
@@ -170,6 +172,9 @@ class _Rehearsing(Accumulator):
         open_batch, self._open = self._open, None
         if open_batch is not None:
             open_batch.sums.restore()
+
+    def _processes(self, sync: Sync) -> Alone:
+        return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         """What statistics of the batch mean for the gradient is not the question here."""

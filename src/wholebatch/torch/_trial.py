@@ -21,6 +21,8 @@ from .._terms import Per
 from ._accumulator import Accumulator
 from ._loss import LossFunction, read
 from ._model import Model
+from ._peers import Alone
+from ._processes import Sync
 from ._randomness import OwnGenerators, SameDraws, Start
 from ._sums import GradientSums
 from ._tree import map_tensors
@@ -218,7 +220,10 @@ def _nothing() -> Iterator[None]:
 
 
 class _Judged(Accumulator):
-    """Lets a wrong loss do what it would do, instead of refusing it."""
+    """Lets a wrong loss do what it would do, instead of refusing it, and asks no other process."""
+
+    def _processes(self, sync: Sync) -> Alone:
+        return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         return {}
