@@ -15,6 +15,7 @@ from ._errors import (
     OptionError,
     OptionTypeError,
     PlanError,
+    RankError,
     WholeBatchError,
 )
 from ._mean import Mean, Sum
@@ -33,6 +34,7 @@ __all__ = [
     "OptionError",
     "OptionTypeError",
     "PlanError",
+    "RankError",
     "Sum",
     "WholeBatchError",
     "__version__",

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ._errors import BudgetError, OptionError, OptionTypeError
+from ._plan import positive_integer
 
 _UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
@@ -55,11 +56,8 @@ class Plan:
         Args:
             micro_batch_size: rows of a piece; from the batch's rows on it is one piece.
         """
-        if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise OptionError(f"micro_batch_size must be a positive integer, got {micro_batch_size!r}")
-        if micro_batch_size >= self.rows:
-            return self.curve[self.rows]
-        return between(self.curve, self.rows, micro_batch_size)
+        size = positive_integer("micro_batch_size", micro_batch_size)
+        return self.curve[self.rows] if size >= self.rows else _between(self.curve, self.rows, size)
 
     def as_json(self) -> dict[str, Any]:
         """The plan for programs."""
@@ -98,11 +96,9 @@ class Plan:
             return f"  {name:<14}{in_units(size):>11}  {remark}".rstrip()
 
         per_row, rows = self.parts["activations_per_row"], min(self.micro_batch_size, self.rows)
+        pieces = "one piece" if rows == self.rows else f"{self.num_micro_batches} pieces"
         lines = [
-            f"micro_batch_size={self.micro_batch_size}: {self.num_micro_batches} of {self.rows} rows, "
-            f"{in_units(self.predicted_peak)} of {in_units(self.memory)}"
-            if self.num_micro_batches > 1
-            else f"micro_batch_size={self.micro_batch_size}: the whole batch in one piece, "
+            f"micro_batch_size={self.micro_batch_size}: {self.rows} rows in {pieces}, "
             f"{in_units(self.predicted_peak)} of {in_units(self.memory)}",
             "",
             row("parameters", self.parts["parameters"]),
@@ -125,6 +121,7 @@ class Plan:
 
 
 def fitted(
+    chosen: int,
     peak: Callable[[int], int],
     parts: Callable[[int, int], Mapping[str, int]],
     *,
@@ -133,9 +130,10 @@ def fitted(
     sizes: Callable[[int], Mapping[int, int]],
     remarks: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan for the largest micro-batch that fits.
+    """The plan for the micro-batch that was chosen.
 
     Args:
+        chosen: the largest that fits.
         peak: the bytes that a step holds whose pieces have that many rows; the whole batch's rows mean one piece.
         parts: what the peak consists of, by size and peak.
         rows: rows of the batch.
@@ -143,7 +141,6 @@ def fitted(
         sizes: the peaks of the sizes that are shown, when the one that was chosen is known.
         remarks: what the numbers take for granted.
     """
-    chosen = largest_that_fits(peak, rows, memory)
     predicted = peak(chosen)
     return Plan(
         micro_batch_size=chosen,
@@ -192,7 +189,7 @@ def _guess(known: dict[int, int], fits: int, too_large: int, memory: int) -> int
     return max(fits + 1, min(fits + int((memory - known[fits]) / slope), too_large - 1))
 
 
-def between(curve: Mapping[int, int], rows: int, size: int) -> int:
+def _between(curve: Mapping[int, int], rows: int, size: int) -> int:
     """The peak of several pieces, by the straight line between known sizes, and on beyond the last of them."""
     known = sorted(key for key in curve if key < rows)
     if len(known) < 2 or size in curve:

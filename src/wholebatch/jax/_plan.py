@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import jax
 
-from .._budget import Plan, bytes_of, fitted
+from .._budget import Plan, bytes_of, fitted, largest_that_fits
 from .._errors import OptionError, OptionTypeError
 from ._arguments import Arguments
 from ._tree import Tree
@@ -59,9 +59,12 @@ def plan(
         raise OptionTypeError(f"optimizer must have init and update, as optax's do, got {type(optimizer).__name__}")
     programs = _Programs(fun, params, batch, optimizer, has_aux, options)
     remarks = () if optimizer is not None else ("no optimizer was given: its state and its step are not counted",)
-    return fitted(
-        programs.peak, programs.parts, rows=programs.rows, memory=budget, sizes=programs.curve, remarks=remarks
-    )
+    rows, peak = programs.rows, programs.peak
+    chosen = largest_that_fits(peak, rows, budget)
+    # without a remainder there is no second program, so the next even size may fit where those before it do not
+    even = next(size for size in range(chosen, rows + 1) if rows % size == 0)
+    chosen = even if peak(even) <= budget else chosen
+    return fitted(chosen, peak, programs.parts, rows=rows, memory=budget, sizes=programs.curve, remarks=remarks)
 
 
 class _Programs:

@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
+from ._agree import Share
 from ._auto import MicroBatchSize, auto_size
 from ._batch import OpenBatch, summed_counts
-from ._cut import Cut, to_device
+from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._peers import Alone
+from ._processes import Sync, processes_of
+from ._regroup import ByLength, LengthFunction, Regrouped, TrimFunction
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -34,11 +38,16 @@ class Accumulator:
     """Computes the gradient of a whole batch on the memory of one of its pieces.
 
     Args:
-        model: a module, several modules, or an iterable of parameters.
+        model: a module, several modules, or an iterable of parameters. With `DistributedDataParallel` or `fully_shard`
+            the batch is that of all processes, each of which holds some of its rows, or none.
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
             stays as it is. "auto" finds the size with the first batch of `.backward` or `.step`, and halves it where
             memory runs out.
-        num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
+        num_micro_batches: the number of pieces, instead. Without any of these, the batch is one piece.
+        micro_batch_tokens: the most tokens that a piece may have, which is its rows times the longest of them.
+        lengths: takes a batch, returns each row's length. Rows are then sorted by length, and right padding beyond the
+            longest row of a piece is trimmed, from axis 1 of all tensors that have the padded width there.
+        trim: takes a piece and its longest length, returns the piece to compute; for padding that is elsewhere.
         memory: the budget that "auto" finds the size by, in bytes or such as "24GiB", with `plan`. Without one it is
             the memory that a CUDA device has free; on the host the whole batch is tried first.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
@@ -49,6 +58,9 @@ class Accumulator:
             "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
+        sync: when a model of several processes sends gradients: "once" per batch, after its last piece; with DDP, in
+            "overlap" with the backward of the last piece; with `fully_shard` also for "every" piece, which sends more
+            and holds less.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,15 +83,20 @@ class Accumulator:
         *,
         micro_batch_size: MicroBatchSize = None,
         num_micro_batches: int | None = None,
+        micro_batch_tokens: int | None = None,
+        lengths: LengthFunction | None = None,
+        trim: TrimFunction | None = None,
         memory: int | str | None = None,
         accum_dtype: SumDtype = "auto",
         in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
+        sync: Sync = "once",
     ) -> None:
         self._auto = auto_size(micro_batch_size, num_micro_batches, memory)
         size = None if self._auto else micro_batch_size
         self._micro_batch_size, self._num_micro_batches = check_sizes(size, num_micro_batches)
+        self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
         if in_place not in (True, False, "auto"):
@@ -88,7 +105,10 @@ class Accumulator:
             raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
+        if sync not in ("once", "overlap", "every"):
+            raise OptionError(f'sync must be "once", "overlap" or "every", got {sync!r}')
         self._model = Model(model)
+        self._sync: Sync = sync
         self._accum_dtype = accum_dtype
         self._in_place = in_place
         self._batch_norm = batch_norm
@@ -147,13 +167,14 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        with self._discarding():
+        batch = self._open or self._new_batch(in_a_loop=True)
+        with batch.agreement.together(), self._discarding():
             rows = None if rows is None else positive_integer("rows", rows, least=0)
             if self._open is None:
                 statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-                self._open = OpenBatch(require(self._model.parameters()))
-                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
-            self._open.add(loss, rows)
+                self._begin_loop(batch)
+            batch.processes.check_apart()
+            batch.add(loss, rows)
 
     def finish(
         self,
@@ -187,29 +208,47 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
-        parameters = require(self._model.parameters())
-        device = only_device(parameters)
-        pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model))
-        with self._discarding():
-            self._open.begin(
-                rows=pieces.rows,
-                num_micro_batches=len(pieces),
-                counts=counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces]),
+        opened = self._new_batch()
+        processes = opened.processes
+        with opened.agreement.together(), self._discarding():
+            self._open = opened
+            pieces = self._cut(batch, may_be_empty=processes.shared)
+            opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
+            pooled = self._statistics_to_pool(len(pieces) * processes.world)
+            summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
+            own = Share(pieces.rows, len(pieces), summed)
+            whole = opened.agreement.before(own)
+            opened.begin(
+                own,
+                whole,
                 sum_dtype=self._accum_dtype,
                 scaler=scaler,
                 ignored_labels=self._ignored_labels(batch),
             )
-            with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces:
+            device = only_device(opened.parameters)
+            with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
+                turns = whole.turns or len(pieces)
+                for turn, (piece, rows) in enumerate(pieces.turns(turns, device), start=1):
                     start_piece()
-                    self._open.add(loss_fn(to_device(piece, device)), rows)
+                    last = turn == turns
+                    if last and processes.overlaps:
+                        opened.agreement.between()
+                    processes.turn(last)
+                    add = opened.add if turn <= len(pieces) else opened.add_nothing
+                    add(loss_fn(piece), rows, last)
+                if not turns and processes.overlaps:
+                    opened.agreement.between()
+
+    def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
+        sizes = self._micro_batch_size, self._num_micro_batches
+        if self._by_length is None:
+            return Cut(batch, *sizes, may_be_empty=may_be_empty)
+        return Regrouped(batch, self._by_length, *sizes, may_be_empty=may_be_empty)
 
     def _run(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> Result:
         """A batch from the first piece to the step, with the size that was given or is found."""
 
-        def once() -> tuple[Result, bool]:
+        def once() -> tuple[OpenBatch, Result, bool]:
             if self._auto is not None:
                 self._micro_batch_size = self._auto.rows
             self._add_all(loss_fn, batch, counts, step.scaler)
@@ -221,35 +260,51 @@ class Accumulator:
         self._auto.choose(self._model, loss_fn, batch, optimizer=step.optimizers or None, counts=counts, **options)
         return self._take(step, *self._auto.run(once, batch))
 
-    def _close(self, step: Step) -> tuple[Result, bool]:
-        """The result, with the gradient in `.grad`, and whether there was nothing to count or to be used in it."""
-        batch = self._open
-        if batch is None:
-            raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
-        try:
-            result, verdict = batch.close(step, self._on_nonfinite)
-            refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
-            if refused:
-                batch.skip()
-            else:
-                batch.commit()
-        except BaseException:
-            self.discard()
-            step.abandon()
-            raise
+    def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:
+        """The batch with its gradient in `.grad`, its result, and whether there was nothing in it to step with."""
+        batch = self._open or self._new_batch(in_a_loop=True)
+        with batch.agreement.together():
+            if self._open is None:
+                if not batch.processes.shared:
+                    raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
+                self._begin_loop(batch)
+            try:
+                result, verdict = batch.close(step, self._on_nonfinite)
+                refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
+                if refused:
+                    batch.skip()
+                else:
+                    batch.commit()
+            except BaseException:
+                self.discard()
+                step.abandon()
+                raise
         self._open = None
-        return result, refused
+        return batch, result, refused
 
-    def _take(self, step: Step, result: Result, refused: bool) -> Result:
+    def _take(self, step: Step, batch: OpenBatch, result: Result, refused: bool) -> Result:
         """The step, if it is to be taken; from here on nothing can be undone."""
-        parameters = self._model.parameters()
         stepped = False
         if refused:
-            step.zero(parameters)
+            step.zero(batch.parameters)
         else:
-            stepped = step.take(parameters)
+            stepped = step.take(batch.parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
+
+    def _new_batch(self, *, in_a_loop: bool = False) -> OpenBatch:
+        # first, as it brings parameters into the state in which they are found; a loop does not know its last piece
+        processes = self._processes("once" if in_a_loop and self._sync == "overlap" else self._sync)
+        processes.refuse()
+        parameters = require(self._model.parameters())
+        return OpenBatch(parameters, processes, None if in_a_loop else Snapshot(self._model, parameters))
+
+    def _begin_loop(self, batch: OpenBatch) -> None:
+        self._open = batch
+        batch.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
+
+    def _processes(self, sync: Sync) -> Alone:
+        return processes_of(self._model, sync)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -289,6 +344,7 @@ class SumOptions(TypedDict, total=False):
     in_place: InPlace
     batch_norm: Literal["refuse", "micro"]
     on_nonfinite: Literal["raise", "skip", "keep"]
+    sync: Sync
 
 
 class Options(SumOptions, total=False):
@@ -296,6 +352,9 @@ class Options(SumOptions, total=False):
 
     micro_batch_size: MicroBatchSize
     num_micro_batches: int | None
+    micro_batch_tokens: int | None
+    lengths: LengthFunction | None
+    trim: TrimFunction | None
     memory: int | str | None
 
 

@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .._budget import bytes_of
-from .._errors import BudgetError, OptionError, PlanError
+from .._errors import BudgetError, OptionError, PlanError, RankError
 from .._plan import balanced
-from ._cut import rows_of
+from ._agree import is_out_of_memory
+from ._cut import rows_if_known
 from ._model import Model, only_device
 
 MicroBatchSize = int | Literal["auto"] | None
@@ -24,9 +25,6 @@ Returned = TypeVar("Returned")
 
 SPARE = 0.95
 """The share of a device's memory that may be planned with: its allocator loses some between the blocks."""
-
-_ON_THE_HOST = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a", "could not execute a")
-"""How it is said on the host; the last two by oneDNN, which does not tell why."""
 
 
 class AutoSize:
@@ -80,15 +78,16 @@ class AutoSize:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                piece = balanced(rows_of(batch), micro_batch_size=self.rows)[0]
-                if piece == 1:
+                rows = rows_if_known(batch) or 1  # a process may hold none of the batch's
+                piece = balanced(rows, micro_batch_size=self.rows)[0]
+                if piece == 1 and not isinstance(error, RankError):  # which says that it is not this process
                     error.add_note(
                         "not even one row fits: shorter rows, torch.utils.checkpoint, a lower precision or a smaller "
                         "model take less memory"
                     )
                     raise
                 _forget_frames(error)
-            self.rows = piece // 2
+            self.rows = max(1, piece // 2)
             _release()
 
 
@@ -106,13 +105,6 @@ def auto_size(micro_batch_size: Any, num_micro_batches: Any, memory: int | str |
             f"micro_batch_size={micro_batch_size!r}"
         )
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether smaller pieces might help."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ON_THE_HOST)
 
 
 def _usable(device: torch.device) -> int:

@@ -1,11 +1,10 @@
 """What the diagnosis can ask about a trial in torch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -157,20 +156,6 @@ def _laid_out(batch: Any, loss_fn: LossFunction, layout: Layout) -> tuple[LossFu
 
 def _both_floating(one: Tensor, other: Tensor) -> bool:
     return one.is_floating_point() and other.is_floating_point()
-
-
-@contextmanager
-def unsynchronised(modules: list[nn.Module]) -> Iterator[None]:
-    """Within, distributed modules keep their gradients to themselves."""
-    parallel = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
-    before = [module.require_backward_grad_sync for module in parallel]
-    try:
-        for module in parallel:
-            module.require_backward_grad_sync = False
-        yield
-    finally:
-        for module, synchronised in zip(parallel, before, strict=True):
-            module.require_backward_grad_sync = synchronised
 
 
 class _LeastPrecise(TorchDispatchMode):

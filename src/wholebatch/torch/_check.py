@@ -14,11 +14,13 @@ from .._errors import BatchError
 from .._plan import balanced, check_sizes
 from .._report import Report, tolerance
 from .._sample import cuts_to_try, rows_to_use
-from ._bench import TorchBench, exact_layout, unsynchronised
+from ._bench import TorchBench, exact_layout
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction
 from ._model import Model, only_device
+from ._processes import processes_of
 from ._randomness import OwnGenerators, Start
+from ._regroup import LengthFunction, TrimFunction
 from ._sums import GradientSums
 from ._trial import NOTHING_OFF, Trial
 from ._wide import in_float64, widen
@@ -31,16 +33,21 @@ def check(
     batch: Any,
     *,
     micro_batch_size: int | None = None,
+    lengths: LengthFunction | None = None,
+    trim: TrimFunction | None = None,
 ) -> Report:
     """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
-    Parameters, buffers, gradients, modes and random generators are as before afterwards.
+    Parameters, buffers, gradients, modes and random generators are as before afterwards. Each process judges its own
+    rows.
 
     Args:
         model: as for `Accumulator`.
         loss_fn: as for `Accumulator.backward`.
         batch: as for `Accumulator.backward`, but no `Window`; a few rows are used, spread over it.
         micro_batch_size: a size to try besides the usual ones.
+        lengths: as for `Accumulator`: pieces are then of rows sorted by length and trimmed, and the whole is not.
+        trim: as for `Accumulator`.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 1)
@@ -53,7 +60,7 @@ def check(
         raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
     judged = Model(model)
     rows_of(batch)
-    job = _Check(judged, loss_fn, batch, micro_batch_size)
+    job = _Check(judged, loss_fn, batch, micro_batch_size, {"lengths": lengths, "trim": trim})
     try:
         with _untouched(judged, job.own_generators) as sums, in_float64(judged):
             return job.report(sums, widen)
@@ -76,10 +83,14 @@ class _Check:
         loss_fn: the user's.
         batch: the user's.
         size: a size of pieces to try besides.
+        regrouping: the options of `Accumulator` that say how rows are regrouped.
     """
 
-    def __init__(self, model: Model, loss_fn: LossFunction, batch: Any, size: int | None) -> None:
+    def __init__(
+        self, model: Model, loss_fn: LossFunction, batch: Any, size: int | None, regrouping: dict[str, Any]
+    ) -> None:
         self._model, self._loss_fn, self._batch, self._size = model, loss_fn, batch, size
+        self._regrouping = regrouping
         self.own_generators = OwnGenerators()
 
     def report(self, sums: GradientSums, prepare: Callable[[Any], Any]) -> Report:
@@ -134,7 +145,7 @@ class _Check:
     ) -> Trial:
         rows = rows_to_use(rows_of(batch), self._size)
         part = to_device(spread_rows(batch, rows), only_device(self._model.parameters()))
-        return Trial(self._model, loss_fn, prepare(part), rows, sums, self.own_generators)
+        return Trial(self._model, loss_fn, prepare(part), rows, sums, self.own_generators, self._regrouping)
 
 
 @contextmanager
@@ -144,7 +155,7 @@ def _untouched(model: Model, own_generators: OwnGenerators) -> Iterator[Gradient
     sums = GradientSums(claims=False)  # the accumulators that are judged need the leaves
     try:
         sums.begin(model.parameters())
-        with unsynchronised(model.modules):
+        with processes_of(model).apart():
             yield sums
     finally:
         sums.restore()

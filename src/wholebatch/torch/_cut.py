@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._errors import BatchError
 from .._plan import balanced
 from .._sample import rows_to_take
-from ._tree import map_tensors, tensors
+from ._tree import disassembled, map_tensors, tensors
 from ._window import Window
 
 IGNORED = -100
@@ -21,19 +22,35 @@ IGNORED = -100
 
 
 class Cut:
-    """A batch with its plan: iterate to get `(piece, rows)`; rows are None where they cannot be told."""
+    """A batch with its plan: iterate to get `(piece, rows)`; rows are None where they cannot be told.
 
-    def __init__(self, batch: Any, micro_batch_size: int | None, num_micro_batches: int | None) -> None:
+    Args:
+        batch: what is cut.
+        micro_batch_size: the most rows of a piece.
+        num_micro_batches: the number of pieces, instead.
+        may_be_empty: whether a batch of 0 rows has no pieces, instead of being an error.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        micro_batch_size: int | None,
+        num_micro_batches: int | None,
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
         self._batch = batch
         self.sizes: Sequence[int | None]
         if isinstance(batch, Window):
             self.sizes = [rows_if_known(piece) for piece in batch]
             if self.rows == 0:
-                raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
+                if not may_be_empty:
+                    raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
+                self._batch, self.sizes = (), []
         else:
-            self.sizes = balanced(
-                rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
-            )
+            rows = rows_of(batch, may_be_empty=may_be_empty)
+            sizes = {"micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
+            self.sizes = balanced(rows, **sizes) if rows else []
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -45,23 +62,37 @@ class Cut:
         return sum(known) if len(known) == len(self.sizes) else None
 
     def __iter__(self) -> Iterator[tuple[Any, int | None]]:
+        return self.on(None)
+
+    def on(self, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:
+        """The pieces, each brought to the device when its turn comes."""
         if isinstance(self._batch, Window):
-            yield from zip(self._batch, self.sizes, strict=True)
+            for piece, size in zip(self._batch, self.sizes, strict=True):
+                yield to_device(piece, device), size
             return
+        parts, build = disassembled(to_device(self._batch, device, whole=True))
+        elsewhere = device is not None and any(part.device != device for part in parts)
         start = 0
         for size in self.sizes:
             assert size is not None
             stop = start + size
-            yield rows_between(self._batch, start, stop), size
+            piece = build([part[start:stop] for part in parts])
+            yield to_device(piece, device) if elsewhere else piece, size
             start = stop
 
+    def turns(self, number: int, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:
+        """The pieces as `on` the device, and the first one again until there were that many."""
+        yield from self.on(device)
+        for _ in range(len(self), number):
+            yield next(self.on(device))
 
-def rows_of(batch: Any) -> int:
+
+def rows_of(batch: Any, *, may_be_empty: bool = False) -> int:
     """How many rows the batch has, or an error that says why it cannot be cut."""
     rows, problem = _shared_rows(batch)
     if rows is None:
         raise BatchError(problem)
-    if rows == 0:
+    if rows == 0 and not may_be_empty:
         raise BatchError("the batch is empty: its tensors have 0 rows")
     return rows
 
@@ -69,11 +100,6 @@ def rows_of(batch: Any) -> int:
 def rows_if_known(piece: Any) -> int | None:
     """How many rows a piece has, if that can be told."""
     return _shared_rows(piece)[0]
-
-
-def rows_between(batch: Any, start: int, stop: int) -> Any:
-    """The rows from `start` to `stop` of every tensor in the batch, as views."""
-    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
 
 
 def spread_rows(batch: Any, rows: int) -> Any:
@@ -93,14 +119,20 @@ def _unusual_rows(batch: Any) -> list[int]:
     return found
 
 
-def to_device(piece: Any, device: torch.device | None) -> Any:
-    """A piece on the model's device. Only a copy away from the host may run ahead of it safely."""
+def to_device(piece: Any, device: torch.device | None, *, whole: bool = False) -> Any:
+    """A piece on the model's device; or of a batch what goes whole to each piece.
+
+    Only a copy away from the host may run ahead of it safely.
+    """
     if device is None:
         return piece
     ahead = device.type != "cpu"
-    return map_tensors(
-        lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=ahead), piece
-    )
+
+    def moved(tensor: Tensor) -> Tensor:
+        stays = tensor.device == device or (whole and tensor.dim())
+        return tensor if stays else tensor.to(device, non_blocking=ahead)
+
+    return map_tensors(moved, piece)
 
 
 def _shared_rows(piece: Any) -> tuple[int | None, str]:

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._budget import Plan, bytes_of, fitted
+from .._budget import Plan, bytes_of, fitted, largest_that_fits
 from .._errors import BatchError, OptionError
 from ._accumulator import SumOptions
 from ._cut import rows_of
@@ -73,10 +73,10 @@ def plan(
     remarks = () if optimizer is not None else ("no optimizer was given: its state and its step are not counted",)
     with Rehearsal(planned, loss_fn, batch, optimizer, counts, options) as rehearsal:
         steps = _Steps(rehearsal, rows)
-        fitting = fitted(steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
-        if not steps.confirm(fitting.micro_batch_size):
-            fitting = fitted(steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
-    return fitting
+        chosen = largest_that_fits(steps.peak, rows, budget)
+        if not steps.confirm(chosen):
+            chosen = largest_that_fits(steps.peak, rows, budget)
+        return fitted(chosen, steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
 
 
 class _Steps:
@@ -95,8 +95,9 @@ class _Steps:
     def confirm(self, size: int) -> bool:
         """Rehearse a size for itself; says whether that is what the line told."""
         told, found = self.peak(size), self._peak(self._rehearse(size, self._pieces(size)))
-        self._on_a_line = abs(found - told) <= told / 1000
-        return self._on_a_line
+        confirmed = abs(found - told) <= told / 1000
+        self._on_a_line = self._on_a_line and confirmed
+        return confirmed
 
     def parts(self, size: int, peak: int) -> Mapping[str, int]:
         """What the peak consists of; where that is in the optimizer's step, its temporaries are fixed."""
@@ -112,10 +113,11 @@ class _Steps:
 
     def curve(self, chosen: int) -> Mapping[int, int]:
         """The peaks of some sizes, from one row to the whole batch."""
+        self._line(self._rows - 1)
         doubling = {2**power for power in range(self._rows.bit_length())}
         some = {*doubling, 3, *(3 * size // 2 for size in doubling), chosen, chosen + 1, self._rows - 1}
-        if not self._on_a_line:
-            some = {chosen, *(size for size, _ in self._rehearsed)}
+        if not self._on_a_line:  # each size takes a rehearsal
+            some = {*sorted(doubling)[::2], chosen, *(size for size, _ in self._rehearsed)}
         return {size: self.peak(size) for size in some | {self._rows} if 1 <= size <= self._rows}
 
     def _peak(self, timeline: Timeline) -> int:
@@ -143,8 +145,11 @@ class _Steps:
 
     def _per_row(self, size: int) -> int:
         """By how many bytes the peak before the optimizer's step grows with a row."""
-        line = self._line(size) or self._line_from(size, self._pieces(size))
-        return 0 if line is None else line.growth_at_peak(size)
+        pieces, smaller = self._pieces(size), size // 2
+        line = self._line(size) or self._line_from(size, pieces)
+        if line is not None or not smaller:
+            return line.growth_at_peak(size) if line else 0
+        return (self._rehearse(size, pieces).peak() - self._rehearse(smaller, pieces).peak()) // (size - smaller)
 
     def _rehearse(self, size: int, pieces: int) -> Timeline:
         if (size, pieces) not in self._rehearsed:

@@ -24,6 +24,8 @@ from ._accumulator import Accumulator, SumOptions
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
+from ._peers import Alone
+from ._processes import Sync
 from ._stand_in import StandIns, stand_in_batch, stand_in_optimizer
 from ._step import Step
 from ._tree import tensors
@@ -105,8 +107,8 @@ class Rehearsal:
                 "read on the host (.item(), .tolist(), if tensor: ...) or decides a shape (a boolean mask as an index, "
                 "nonzero, unique) cannot be followed; choose the size by trying instead"
             ) from error
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        finally:
+            accumulator.clear()
         return timeline
 
     def _take_the_step(self) -> None:
@@ -145,21 +147,34 @@ class Rehearsal:
 class _Rehearsing(Accumulator):
     """An accumulator for stand-ins, which have no values to judge or to bring back."""
 
+    _adopted: Sequence[tuple[Tensor, Tensor | None]] = ()
+
     def sum_up(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, lifetimes: Lifetimes) -> None:
         """Everything until the gradient is in `.grad`."""
         self._add_all(loss_fn, batch, counts, None)
         open_batch, self._open = self._open, None
         assert open_batch is not None
+        self._adopted = open_batch.sums.adopted
         lifetimes.note(GRADIENTS, itertools.chain(*open_batch.sums.gradients()))
         open_batch.sum_up()
         open_batch.commit()
         parameters = self._model.parameters()
         lifetimes.note(GRADIENTS, [parameter.grad for parameter in parameters if parameter.grad is not None])
 
+    def clear(self) -> None:
+        """Leave no gradients: neither the stand-ins' nor any of tensors that the loss reaches besides."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        for leaf, before in self._adopted:
+            leaf.grad = before
+
     def discard(self) -> None:
         open_batch, self._open = self._open, None
         if open_batch is not None:
             open_batch.sums.restore()
+
+    def _processes(self, sync: Sync) -> Alone:
+        return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         """What statistics of the batch mean for the gradient is not the question here."""

@@ -8,12 +8,14 @@ The gradient goes wherever `.backward()` of the whole batch would have put it: l
 outside the given parameters (another model, an input) are adopted when a piece shows them.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import has_torch_function
 
 from .._errors import BatchError, LossError
 from ._loss import Number
@@ -36,15 +38,18 @@ class GradientSums:
 
     Args:
         claims: whether others are kept away from the leaves meanwhile.
+        adopts: whether leaves that the loss reaches besides the given parameters are owned too.
     """
 
-    def __init__(self, *, claims: bool = True) -> None:
+    def __init__(self, *, claims: bool = True, adopts: bool = True) -> None:
         self._claims = claims
+        self._adopts = adopts
         self._dtype: SumDtype | None = None
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
         self._grad_dtypes: list[torch.dtype | None] = []
         self._known: set[int] = set()
+        self._accumulating: set[Any] = set()  # the graph's nodes for them, where a walk through it may stop
         self._merged = False
         self._given = 0
         self._aside: list[Tensor | None] | None = None
@@ -70,23 +75,42 @@ class GradientSums:
         }
 
     def adopt(self, roots: Iterable[Tensor]) -> None:
-        """Own the leaves that a backward from `roots` would reach besides the given parameters."""
-        for leaf in _reachable_leaves(roots):
-            if id(leaf) not in self._known:
-                self._own(leaf)
+        """Own the leaves that a backward from `roots` would reach besides those that are owned.
+
+        The graph shows them; a reentrant checkpoint hides those inside it.
+        """
+        if not self._adopts:
+            return
+        nodes: list[Any] = []
+        for root in roots:
+            if root.grad_fn is not None:
+                nodes.append(root.grad_fn)
+            elif id(root) not in self._known:
+                self._own(root)
+        seen = self._accumulating.union(nodes, (None,))
+        for node in nodes:  # which grows meanwhile
+            followed_by = node.next_functions
+            for following, _ in followed_by:
+                if following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+            if not followed_by and hasattr(node, "variable"):
+                self._accumulating.add(node)
+                if id(node.variable) not in self._known:
+                    self._own(node.variable)
 
     def add(self, main: Pass, aside: Pass) -> None:
-        """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
+        """Run a piece's backward; `aside` has a buffer of its own until `join`."""
         self.adopt(main.values + aside.values)
         self._adding = True
         try:
             if main.values and not aside.values:
-                torch.autograd.backward(main.values, main.seeds)
+                _run(main)
             elif main.values:
                 _first_backward_of_two(main)
             if aside.values:
                 self._swap()
-                torch.autograd.backward(aside.values, aside.seeds)
+                _run(aside)
                 self._swap()
         finally:
             self._adding = False
@@ -101,6 +125,11 @@ class GradientSums:
         adopted = [leaf.grad for leaf in self._leaves[self._given :] if leaf.grad is not None]
         return given, adopted
 
+    @property
+    def adopted(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The leaves besides the given parameters, each with what its `.grad` held before the batch."""
+        return list(zip(self._leaves[self._given :], self._before[self._given :], strict=True))
+
     def scale(self, factor: Number | Tensor) -> None:
         """Multiply all that was summed so far, and what was kept aside."""
         for gradients in (*self.gradients(), [gradient for gradient in self._aside or () if gradient is not None]):
@@ -109,18 +138,42 @@ class GradientSums:
     @property
     def unmerged(self) -> bool:
         """Whether there is anything to merge."""
-        return not self._merged and (self._aside is not None or any(before is not None for before in self._before))
+        return not self._merged and any(before is not None for before in self._before)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All leaves whose `.grad` belongs to the sums."""
+        return self._leaves
+
+    def touched(self) -> set[int]:
+        """The ids of the leaves that a piece has reached."""
+        aside = self._aside or [None] * len(self._leaves)
+        pairs = zip(self._leaves, aside, strict=True)
+        return {id(leaf) for leaf, kept in pairs if leaf.grad is not None or kept is not None}
+
+    @torch.no_grad()
+    def join(self, factor: Number | Tensor) -> Number | Tensor:
+        """Make one of the sums that `factor` is for and of those kept aside; returns what is left to multiply by."""
+        if self._aside is None:
+            return factor
+        for gradients in self.gradients():
+            scale(gradients, factor)
+        for leaf, aside in zip(self._leaves, self._aside, strict=True):
+            if aside is not None:
+                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        self._aside = None
+        return 1
+
+    def copy_before(self) -> None:
+        """Let go of the tensors that `.grad` held before the batch, and keep what is in them."""
+        self._before = [None if before is None else before.clone() for before in self._before]
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add what was kept aside, and what `.grad` held before the batch, to the sums."""
-        for leaf, aside in zip(self._leaves, self._aside or (), strict=self._aside is not None):
-            if aside is not None:
-                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        """Add what `.grad` held before the batch to the sums."""
         for leaf, before in zip(self._leaves, self._before, strict=True):
             if before is not None:
                 leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
-        self._aside = None
         self._merged = True
 
     @torch.no_grad()
@@ -197,7 +250,7 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
     if not isinstance(factor, Tensor) and factor == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(own_part, gradients):
         if gradient.layout == torch.strided:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
@@ -206,9 +259,25 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
+def _run(one: Pass, *, retain_graph: bool = False) -> None:
+    """`torch.autograd.backward`, whose checks of scalars take a good part of a small piece's time."""
+    values, seeds = tuple(one.values), tuple(one.seeds)
+    if has_torch_function(values) or torch._C._are_functorch_transforms_active():
+        torch.autograd.backward(values, seeds, retain_graph=retain_graph)
+    else:
+        _engine_run_backward(values, seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which is a part of it if it is a DTensor."""
+    to_local = getattr(tensor, "to_local", None)  # the class takes long to import, who uses it has
+    own: Tensor = tensor if to_local is None else to_local()
+    return own
+
+
 def _first_backward_of_two(main: Pass) -> None:
     try:
-        torch.autograd.backward(main.values, main.seeds, retain_graph=True)
+        _run(main, retain_graph=True)
     except RuntimeError as error:
         if "donated buffers" not in str(error):
             raise
@@ -240,23 +309,3 @@ def _sum(gradient: Tensor, other: Tensor) -> Tensor:
     if gradient.layout != torch.strided and other.layout == torch.strided:
         return other + gradient
     return gradient.add_(other)
-
-
-def _reachable_leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Leaves that the graph shows; a reentrant checkpoint hides those inside it."""
-    waiting = []
-    for root in roots:
-        if root.grad_fn is None:
-            yield root
-        else:
-            waiting.append(root.grad_fn)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
-        if leaf is not None:
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)

@@ -6,7 +6,7 @@ over every entry of every parameter.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from .._terms import Per
 from ._accumulator import Accumulator
 from ._loss import LossFunction, read
 from ._model import Model
+from ._peers import Alone
+from ._processes import Sync
 from ._randomness import OwnGenerators, SameDraws, Start
 from ._sums import GradientSums
 from ._tree import map_tensors
@@ -42,6 +44,7 @@ class Trial:
         rows: how many.
         sums: own the gradients meanwhile.
         own_generators: those that the loss keeps to itself.
+        options: of the `Accumulator` that splits, besides the number of pieces.
     """
 
     def __init__(
@@ -52,9 +55,10 @@ class Trial:
         rows: int,
         sums: GradientSums,
         own_generators: OwnGenerators,
+        options: Mapping[str, Any],
     ) -> None:
         self.model, self.rows = model, rows
-        self._loss_fn, self._part, self._sums = loss_fn, part, sums
+        self._loss_fn, self._part, self._sums, self._options = loss_fn, part, sums, options
         self.start = Start(model, own_generators)
         self.random = False
         """Whether runs differ by chance; then each has its own draws."""
@@ -154,7 +158,7 @@ class Trial:
         several = sum(per is Per.OWN_COUNT for per in self.terms.values()) > 1
         self.reset()
         try:
-            accumulator = _Judged(self.model.members, num_micro_batches=pieces, on_nonfinite="keep")
+            accumulator = _Judged(self.model.members, num_micro_batches=pieces, on_nonfinite="keep", **self._options)
             split = self._gradients(
                 lambda: accumulator.backward(self._call, self._part, counts=self._counts if several else None)
             )
@@ -216,7 +220,10 @@ def _nothing() -> Iterator[None]:
 
 
 class _Judged(Accumulator):
-    """Lets a wrong loss do what it would do, instead of refusing it."""
+    """Lets a wrong loss do what it would do, instead of refusing it, and asks no other process."""
+
+    def _processes(self, sync: Sync) -> Alone:
+        return Alone()
 
     def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
         return {}
