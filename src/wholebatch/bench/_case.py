@@ -1,0 +1,79 @@
+"""What a case is: a problem, the settings that it is measured at, who takes part and what it must show."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+OURS = "wholebatch"
+UNSPLIT = "unsplit batch"
+
+PEERS = {
+    "Accelerate": "accelerate",
+    "Fabric": "lightning",
+    "optax.microbatch": "optax",
+    "optax.MultiSteps": "optax",
+}
+"""The package that a contender needs besides the front end."""
+
+Measure = Literal["time", "time per row", "peak memory", "temporary memory", "overhead"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run of contenders against each other.
+
+    Args:
+        name: as it is called within its case.
+        micro_batch_size: rows of a piece.
+        options: of the problem.
+        rounds: how often each has its turn.
+        repeats: steps in a turn.
+        peaks: whether peak memory is measured.
+    """
+
+    name: str
+    micro_batch_size: int
+    options: Mapping[str, int] = field(default_factory=dict)
+    rounds: int = 7
+    repeats: int = 1
+    peaks: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case must show: a measure of ours over another's is at most this.
+
+    Args:
+        measure: what is compared; "overhead" is microseconds per piece beyond the other's.
+        settings: at which settings.
+        over: the other contender, or the other setting of ours.
+        at_most: the limit.
+    """
+
+    measure: Measure
+    settings: tuple[str, ...]
+    over: str
+    at_most: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table's worth of measurements.
+
+    Args:
+        title: what is trained.
+        front_end: "torch" or "jax".
+        problem: its name there.
+        contenders: who takes part; the first is what others are compared with.
+        settings: where they are compared.
+        quick: options of the problem, in a run that only tries whether all works.
+        targets: what it must show.
+    """
+
+    title: str
+    front_end: Literal["torch", "jax"]
+    problem: str
+    contenders: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    quick: Mapping[str, int]
+    targets: tuple[Target, ...] = ()
