@@ -15,6 +15,9 @@ PEERS = {
 }
 """The package that a contender needs besides the front end."""
 
+SAME = 1e-6
+"""How far weights may be apart after one step in float64, over their largest change: some round a factor to float32."""
+
 Measure = Literal["time", "time per row", "peak memory", "temporary memory", "overhead"]
 
 

@@ -48,7 +48,7 @@ class Contender:
         """One optimizer step, until it is done."""
         for ids, labels in self._cut(batch):
             self._params, self._state, _ = self._compiled(self._params, self._state, ids, labels)
-        jax.block_until_ready(self._params)
+        jax.block_until_ready(self._params)  # type: ignore[no-untyped-call]
 
     def weights(self) -> list[Any]:
         """As arrays of their own."""
@@ -72,7 +72,7 @@ class Bench:
     """
 
     def __init__(self, problem: str, options: Mapping[str, int], size: int, threads: int, *, double: bool) -> None:
-        jax.config.update("jax_enable_x64", double)
+        jax.config.update("jax_enable_x64", double)  # type: ignore[no-untyped-call]
         self.problem = PROBLEMS[problem](**options)
         self._size, self._double = size, double
         self.rows = self.problem.rows
@@ -88,8 +88,9 @@ class Bench:
         """Floating-point operations of a step's gradient, and bytes that AdamW reads and writes."""
         params = self.problem.params()
         gradient = jax.jit(jax.grad(self.problem.loss)).lower(params, *self.batches(1)[0]).compile()
+        costs: Any = gradient.cost_analysis()
         weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-        return {"operations": float(gradient.cost_analysis()["flops"]), "bytes": 7 * 4 * weights}
+        return {"operations": float(costs["flops"]), "bytes": 7 * 4 * weights}
 
     def limits(self) -> dict[str, float]:
         """What the machine does at best: operations of a matrix product and bytes of a copy, per second."""
@@ -104,6 +105,6 @@ def _best(work: Any, *args: Any) -> float:
     times = []
     for _ in range(10):
         start = time.perf_counter()
-        jax.block_until_ready(work(*args))
+        jax.block_until_ready(work(*args))  # type: ignore[no-untyped-call]
         times.append(time.perf_counter() - start)
     return float(np.min(times))

@@ -59,14 +59,16 @@ class GPT:
             x = x + _linear(block["out"], self._attention(_linear(block["qkv"], _norm(block["before_attention"], x))))
             x = x + _linear(block["down"], jax.nn.gelu(_linear(block["up"], _norm(block["before_mlp"], x))))
         logits = _norm(params["norm"], x) @ params["tokens"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        loss: Array = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss
 
     def _attention(self, qkv: Array) -> Array:
         rows, length, _ = qkv.shape
         q, k, v = jnp.moveaxis(qkv.reshape(rows, length, 3, self.heads, -1), 2, 0)
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(self.width / self.heads)
         shares = jax.nn.softmax(jnp.where(np.tri(length, dtype=bool), scores, -np.inf))
-        return jnp.einsum("bhts,bshd->bthd", shares, v).reshape(rows, length, self.width)
+        mixed: Array = jnp.einsum("bhts,bshd->bthd", shares, v).reshape(rows, length, self.width)
+        return mixed
 
 
 def _linear(params: Any, x: Array) -> Array:

@@ -10,10 +10,9 @@ from datetime import date
 from typing import Any
 
 from .._errors import OptionError, WholeBatchError
-from ._case import OURS, PEERS, Case, Setting
+from ._case import OURS, PEERS, SAME, Case, Setting
 from ._cases import CASES
 from ._machine import machine, threads, versions
-from ._turns import SAME
 
 
 class BenchError(WholeBatchError, RuntimeError):

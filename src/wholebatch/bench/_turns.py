@@ -6,15 +6,12 @@ Who starts a round moves on by one each time, and batches are in rotation.
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 WARM_UP = 2
 BATCHES = 4
-SAME = 1e-9
-"""The largest difference of any weight after a step in float64, over the largest change, that rounding explains."""
 
 
 def differences(bench: Any, names: list[str], reference: str) -> dict[str, float]:
@@ -66,7 +63,7 @@ def _timed(contender: Any, batch: Any, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def summary(seconds: Mapping[int, float] | Any, baseline: Any) -> dict[str, Any]:
+def summary(seconds: Any, baseline: Any) -> dict[str, Any]:
     """Times and the ratio to the baseline's, with the quartiles of what the rounds gave."""
     low, ratio, high = np.quantile(seconds / baseline, (0.25, 0.5, 0.75))
     return {
