@@ -78,8 +78,8 @@ def _linear(params: Any, x: Array) -> Array:
 
 def _norm(params: Any, x: Array) -> Array:
     centred = x - x.mean(-1, keepdims=True)
-    normed: Array = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return normed * params["scale"] + params["shift"]
+    normed: Array = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * params["scale"]
+    return jnp.add(normed, params["shift"])
 
 
 PROBLEMS = {"gpt": GPT}
