@@ -37,7 +37,7 @@ def measured(monkeypatch):
     return calls
 
 
-def test_a_case_is_measured_printed_written_and_drawn(tmp_path, capsys):
+def test_a_case_is_measured_printed_written_and_drawn(in_this_process, tmp_path, capsys):
     """Without stand-ins, on a small problem."""
     out, picture = tmp_path / "results.json", tmp_path / "results.svg"
     assert cli.run(["bench", "--quick", "--case", "g/4", "--json", "--out", str(out), "--plot", str(picture)]) == 0
