@@ -21,7 +21,7 @@ _CASES = "; ".join(f"{name} {case.title}" for name, case in CASES.items())
     cls=Command,
     example="wholebatch bench --case a/1 --case c --out results.json --plot results.png",
     help=f"""Measure against the loop that one would write, the unsplit batch and the peers that are installed. All must
-    first come to the same weights in float64. Ratios are medians over rounds in which contenders take turns.
+    first come to the same weights in float64. Ratios are those of best times in rounds in which contenders take turns.
 
     Cases: {_CASES}.""",
 )
