@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.bench import CASES
-from wholebatch.bench._case import OURS, UNSPLIT
+from wholebatch.bench._case import MULTI_STEPS, MULTI_STEPS_DONATED, OURS, UNSPLIT
 from wholebatch.bench._report import limit, table
 from wholebatch.bench._targets import verdicts
 
@@ -53,7 +53,7 @@ def torch_table(found: Mapping[str, Any]) -> str:
 
 def jax_table(found: Mapping[str, Any]) -> str:
     """Step times over those of the scan by hand, and temporary memory over its."""
-    others = [UNSPLIT, "unrolled loop", "optax.microbatch", "optax.MultiSteps", OURS]
+    others = [UNSPLIT, "unrolled loop", "optax.microbatch", MULTI_STEPS, MULTI_STEPS_DONATED, OURS]
     return _table(found, JAX, others, "temporary_bytes", "temporary memory")
 
 

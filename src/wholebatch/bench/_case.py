@@ -7,11 +7,14 @@ from typing import Literal
 OURS = "wholebatch"
 UNSPLIT = "unsplit batch"
 
+MULTI_STEPS, MULTI_STEPS_DONATED = "optax.MultiSteps", "MultiSteps, donated"
+
 PEERS = {
     "Accelerate": "accelerate",
     "Fabric": "lightning",
     "optax.microbatch": "optax",
-    "optax.MultiSteps": "optax",
+    MULTI_STEPS: "optax",
+    MULTI_STEPS_DONATED: "optax",
 }
 """The package that a contender needs besides the front end."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax import numpy as jnp
 
+from ._case import MULTI_STEPS, MULTI_STEPS_DONATED
 from ._jax_loops import GRADIENTS, step_of
 from ._jax_problems import PROBLEMS, Batch
 
@@ -32,11 +33,11 @@ class Contender:
             optax.clip_by_global_norm(MAX_NORM), optax.sgd(1.0) if checked else optax.adamw(1e-3)
         )
         self._size = problem.rows
-        if name == "optax.MultiSteps":
+        if name in (MULTI_STEPS, MULTI_STEPS_DONATED):
             self._size = size
             optimizer = optax.MultiSteps(optimizer, every_k_schedule=problem.rows // size)
         self._state = optimizer.init(self._params)
-        jitted = step_of(GRADIENTS[name](problem.loss, size), optimizer)
+        jitted = step_of(GRADIENTS[name](problem.loss, size), optimizer, donated=name != MULTI_STEPS)
         start = time.perf_counter()
         self._compiled = jitted.lower(self._params, self._state, *self._cut(batch)[0]).compile()
         self.facts = {

@@ -1,7 +1,8 @@
 """Who takes part in JAX, each written the way its documentation says.
 
 A gradient is a function of the parameters and a batch, of which `step_of` makes a compiled training step.
-`optax.MultiSteps` is an optimizer, which is given one piece at a time.
+`optax.MultiSteps` is an optimizer, which is given one piece at a time; its documentation's example donates nothing, so
+that it takes part both ways. https://optax.readthedocs.io/en/latest/_collections/examples/gradient_accumulation.html
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from ..jax import value_and_grad
-from ._case import OURS, UNSPLIT
+from ._case import MULTI_STEPS, MULTI_STEPS_DONATED, OURS, UNSPLIT
 
 Loss = Callable[[Any, Array, Array], Array]
 Gradient = Callable[[Any, Array, Array], tuple[Array, Any]]
@@ -64,17 +65,24 @@ GRADIENTS: dict[str, Callable[[Loss, int], Gradient]] = {
     UNSPLIT: lambda loss, size: jax.value_and_grad(loss),
     "unrolled loop": _unrolled,
     "optax.microbatch": _microbatch,
-    "optax.MultiSteps": lambda loss, size: jax.value_and_grad(loss),
+    MULTI_STEPS: lambda loss, size: jax.value_and_grad(loss),
+    MULTI_STEPS_DONATED: lambda loss, size: jax.value_and_grad(loss),
     OURS: lambda loss, size: value_and_grad(loss, micro_batch_size=size),
 }
 
 
-def step_of(gradient: Gradient, optimizer: Any) -> Any:
-    """A training step, to be compiled; the state before it is given away."""
+def step_of(gradient: Gradient, optimizer: Any, *, donated: bool) -> Any:
+    """A training step, to be compiled.
+
+    Args:
+        gradient: of a batch.
+        optimizer: takes the step.
+        donated: whether the state before it is given away.
+    """
 
     def step(params: Any, state: Any, ids: Array, labels: Array) -> tuple[Any, Any, Array]:
         loss, gradients = gradient(params, ids, labels)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1) if donated else ())
