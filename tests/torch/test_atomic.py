@@ -214,7 +214,7 @@ def test_an_interrupt_anywhere_before_the_step_leaves_no_trace(at, monkeypatch):
     model, data = Disturbing(), make_data()
     places = {
         "begin": "wholebatch.torch._sums._sum_dtype",
-        "add": "wholebatch.torch._sums._reachable_leaves",
+        "add": "wholebatch.torch._sums._run",
         "finalise": "wholebatch.torch._batch.finalise",
         "judge": "wholebatch.torch._batch.judge",
         "commit": "wholebatch.torch._batch.GradientSums.commit",

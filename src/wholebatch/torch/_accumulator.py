@@ -15,10 +15,11 @@ from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._batch import OpenBatch, summed_counts
-from ._cut import Cut, to_device
+from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._regroup import ByLength, LengthFunction, Regrouped, TrimFunction
 from ._result import Result
 from ._state import Snapshot
 from ._step import Step
@@ -35,7 +36,11 @@ class Accumulator:
         model: a module, several modules, or an iterable of parameters.
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
             stays as it is.
-        num_micro_batches: the number of pieces, instead. Without either, the batch is one piece.
+        num_micro_batches: the number of pieces, instead. Without any of these, the batch is one piece.
+        micro_batch_tokens: the most tokens that a piece may have, which is its rows times the longest of them.
+        lengths: takes a batch, returns each row's length. Rows are then sorted by length, and right padding beyond the
+            longest row of a piece is trimmed, from axis 1 of all tensors that have the padded width there.
+        trim: takes a piece and its longest length, returns the piece to compute; for padding that is elsewhere.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
             gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
         in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
@@ -66,12 +71,16 @@ class Accumulator:
         *,
         micro_batch_size: int | None = None,
         num_micro_batches: int | None = None,
+        micro_batch_tokens: int | None = None,
+        lengths: LengthFunction | None = None,
+        trim: TrimFunction | None = None,
         accum_dtype: SumDtype = "auto",
         in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
     ) -> None:
         self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
+        self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
         if in_place not in (True, False, "auto"):
@@ -183,11 +192,11 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        pieces = Cut(batch, self._micro_batch_size, self._num_micro_batches)
+        pieces = self._cut(batch)
         parameters = require(self._model.parameters())
         device = only_device(parameters)
         pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model))
+        self._open = OpenBatch(parameters, Snapshot(self._model, parameters))
         with self._discarding():
             self._open.begin(
                 rows=pieces.rows,
@@ -198,9 +207,13 @@ class Accumulator:
                 ignored_labels=self._ignored_labels(batch),
             )
             with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces:
+                for piece, rows in pieces.on(device):
                     start_piece()
-                    self._open.add(loss_fn(to_device(piece, device)), rows)
+                    self._open.add(loss_fn(piece), rows)
+
+    def _cut(self, batch: Any) -> Cut:
+        sizes = self._micro_batch_size, self._num_micro_batches
+        return Cut(batch, *sizes) if self._by_length is None else Regrouped(batch, self._by_length, *sizes)
 
     def _finish(self, step: Step) -> Result:
         batch = self._open
@@ -218,12 +231,11 @@ class Accumulator:
             step.abandon()
             raise
         self._open = None
-        parameters = self._model.parameters()
         stepped = False
         if refused:
-            step.zero(parameters)
+            step.zero(batch.parameters)
         else:
-            stepped = step.take(parameters)
+            stepped = step.take(batch.parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
 
@@ -263,6 +275,9 @@ class Options(TypedDict, total=False):
 
     micro_batch_size: int | None
     num_micro_batches: int | None
+    micro_batch_tokens: int | None
+    lengths: LengthFunction | None
+    trim: TrimFunction | None
     accum_dtype: SumDtype
     in_place: InPlace
     batch_norm: Literal["refuse", "micro"]

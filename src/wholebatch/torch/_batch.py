@@ -36,7 +36,7 @@ class OpenBatch:
     """
 
     def __init__(self, parameters: list[Tensor], surroundings: Snapshot | None = None) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._surroundings = surroundings
         self.sums = GradientSums()
 
@@ -61,7 +61,7 @@ class OpenBatch:
             ignored_labels: a flag on the device, whether the batch's labels hold -100.
         """
         self._counts = counts
-        self._scale = None if scaler is None else loss_scale(scaler, self._parameters[0].device)
+        self._scale = None if scaler is None else loss_scale(scaler, self.parameters[0].device)
         self._in_a_loop = num_micro_batches is None
         self._ignored_labels = ignored_labels
         self._ledger = Ledger(num_micro_batches)
@@ -70,10 +70,10 @@ class OpenBatch:
             num_micro_batches,
             counts,
             loss_scale=self._scale,
-            small_range=scaler is not None or any(p.dtype == torch.float16 for p in self._parameters),
+            small_range=scaler is not None or any(p.dtype == torch.float16 for p in self.parameters),
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
-        self.sums.begin(self._parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
+        self.sums.begin(self.parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
 
     def add(self, returned: Any, rows: int | None) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
@@ -136,7 +136,7 @@ class OpenBatch:
 
     def _ratio_of_scales(self, scaler: Any) -> Tensor:
         """Pieces that were added before their scaler was known, or had changed, have another scale or none."""
-        device = self._parameters[0].device
+        device = self.parameters[0].device
         now = torch.ones((), device=device) if scaler is None else loss_scale(scaler, device)
         return now if self._scale is None else now / self._scale
 

@@ -23,6 +23,7 @@ from ._accumulator import Accumulator
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction, read
 from ._model import Model, only_device
+from ._regroup import LengthFunction, TrimFunction
 from ._state import Snapshot
 from ._sums import GradientSums
 from ._wide import in_float64, widen
@@ -37,6 +38,8 @@ def check(
     batch: Any,
     *,
     micro_batch_size: int | None = None,
+    lengths: LengthFunction | None = None,
+    trim: TrimFunction | None = None,
 ) -> Report:
     """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
 
@@ -47,6 +50,8 @@ def check(
         loss_fn: as for `Accumulator.backward`.
         batch: as for `Accumulator.backward`, but no `Window`; a few rows are used, spread over it.
         micro_batch_size: a size to try besides the usual ones.
+        lengths: as for `Accumulator`: pieces are then of rows sorted by length and trimmed, and the whole is not.
+        trim: as for `Accumulator`.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> x, y = torch.randn(50, 4), torch.randn(50, 1)
@@ -56,6 +61,7 @@ def check(
     micro_batch_size, _ = check_sizes(micro_batch_size, None)
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
+    by_length: dict[str, Any] = {"lengths": lengths, "trim": trim}
     judged = Model(model)
     rows = rows_to_use(rows_of(batch), micro_batch_size)
     pieces_of_size = micro_batch_size and len(balanced(rows, micro_batch_size=micro_batch_size))
@@ -63,10 +69,10 @@ def check(
     part = to_device(spread_rows(batch, rows), only_device(judged.parameters()))
     try:
         with _untouched(judged) as sums, in_float64(judged):
-            return _compare(judged, loss_fn, widen(part), rows, cuts, sums)
+            return _compare(judged, loss_fn, widen(part), rows, cuts, sums, by_length)
     except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
         with _untouched(judged) as sums:
-            return _compare(judged, loss_fn, part, rows, cuts, sums)
+            return _compare(judged, loss_fn, part, rows, cuts, sums, by_length)
 
 
 @contextmanager
@@ -82,7 +88,15 @@ def _untouched(model: Model) -> Iterator[GradientSums]:
         state.restore()
 
 
-def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: list[int], sums: GradientSums) -> Report:
+def _compare(
+    model: Model,
+    loss_fn: LossFunction,
+    part: Any,
+    rows: int,
+    cuts: list[int],
+    sums: GradientSums,
+    by_length: dict[str, Any],
+) -> Report:
     several = False
 
     def unsplit(watching: Any = nullcontext()) -> None:  # noqa: B008 - it keeps no state
@@ -101,7 +115,7 @@ def _compare(model: Model, loss_fn: LossFunction, part: Any, rows: int, cuts: li
         return {name: term.count for name, term in terms if term.per is Per.OWN_COUNT}
 
     def split(pieces: int) -> None:
-        accumulator = _Judged(model.members, num_micro_batches=pieces, on_nonfinite="keep")
+        accumulator = _Judged(model.members, num_micro_batches=pieces, on_nonfinite="keep", **by_length)
         accumulator.backward(loss_fn, part, counts=counts if several else None)
 
     start = Snapshot(model)

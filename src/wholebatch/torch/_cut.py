@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._errors import BatchError
 from .._plan import balanced
-from ._tree import map_tensors, tensors
+from ._tree import disassembled, map_tensors, tensors
 from ._window import Window
 
 
@@ -41,14 +42,22 @@ class Cut:
         return sum(known) if len(known) == len(self.sizes) else None
 
     def __iter__(self) -> Iterator[tuple[Any, int | None]]:
+        return self.on(None)
+
+    def on(self, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:
+        """The pieces, each brought to the device when its turn comes."""
         if isinstance(self._batch, Window):
-            yield from zip(self._batch, self.sizes, strict=True)
+            for piece, size in zip(self._batch, self.sizes, strict=True):
+                yield to_device(piece, device), size
             return
+        parts, build = disassembled(to_device(self._batch, device, whole=True))
+        elsewhere = device is not None and any(part.device != device for part in parts)
         start = 0
         for size in self.sizes:
             assert size is not None
             stop = start + size
-            yield rows_between(self._batch, start, stop), size
+            piece = build([part[start:stop] for part in parts])
+            yield to_device(piece, device) if elsewhere else piece, size
             start = stop
 
 
@@ -67,25 +76,26 @@ def rows_if_known(piece: Any) -> int | None:
     return _shared_rows(piece)[0]
 
 
-def rows_between(batch: Any, start: int, stop: int) -> Any:
-    """The rows from `start` to `stop` of every tensor in the batch, as views."""
-    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
-
-
 def spread_rows(batch: Any, rows: int) -> Any:
     """As many rows, spread evenly over the batch, since neighbours are often alike."""
     chosen = torch.linspace(0, rows_of(batch) - 1, rows).round().long()
     return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)] if tensor.dim() else tensor, batch)
 
 
-def to_device(piece: Any, device: torch.device | None) -> Any:
-    """A piece on the model's device. Only a copy away from the host may run ahead of it safely."""
+def to_device(piece: Any, device: torch.device | None, *, whole: bool = False) -> Any:
+    """A piece on the model's device; or of a batch what goes whole to each piece.
+
+    Only a copy away from the host may run ahead of it safely.
+    """
     if device is None:
         return piece
     ahead = device.type != "cpu"
-    return map_tensors(
-        lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=ahead), piece
-    )
+
+    def moved(tensor: Tensor) -> Tensor:
+        stays = tensor.device == device or (whole and tensor.dim())
+        return tensor if stays else tensor.to(device, non_blocking=ahead)
+
+    return map_tensors(moved, piece)
 
 
 def _shared_rows(piece: Any) -> tuple[int | None, str]:

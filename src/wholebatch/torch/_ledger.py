@@ -29,7 +29,8 @@ class Ledger:
         self.pieces += 1
         self.rows = None if rows is None or self.rows is None else self.rows + rows
         _append("terms", self._terms, reading.terms, self.pieces)
-        _append("metrics", self._metrics, reading.metrics, self.pieces)
+        if self._metrics or reading.metrics:
+            _append("metrics", self._metrics, reading.metrics, self.pieces)
 
     @property
     def counts_rows_only(self) -> bool:
@@ -54,9 +55,10 @@ def _append(what: str, columns: dict[str, Column], terms: dict[str, Term], piece
             "for every piece, with count 0 where there is nothing to count"
         )
     for name, term in terms.items():
-        if term.per is not columns[name].per:
+        column = columns[name]
+        if term.per is not column.per:
             raise LossError(
-                f"{name!r} is divided by {columns[name].per.value} in piece 1 and by {term.per.value} in piece "
+                f"{name!r} is divided by {column.per.value} in piece 1 and by {term.per.value} in piece "
                 f"{piece}: return the same kind of loss for every piece"
             )
-        columns[name].append(term)
+        column.append(term)

@@ -28,7 +28,7 @@ Number = int | float
 Count = Number | Tensor
 
 
-@dataclass(slots=True)  # not frozen, since one is made per piece and that would take twice as long
+@dataclass(slots=True)  # these two are not frozen, as they are made for each piece and that would take twice as long
 class Term:
     """One piece's part of a term: `weight · value` of the total and `count` of the count."""
 
@@ -38,7 +38,7 @@ class Term:
     per: Per
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """What the loss function said of one piece."""
 
@@ -48,6 +48,8 @@ class Reading:
 
 def read(returned: Any, rows: int | None) -> Reading:
     """The terms and metrics in what a loss function returned for a piece of `rows` rows."""
+    if isinstance(returned, Tensor | Mean):  # most are, and whatever happens here happens for each piece
+        return Reading({ONLY_TERM: _term(title(ONLY_TERM), returned, rows)}, {})
     metrics: dict[str, Term] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, given = returned
@@ -59,10 +61,10 @@ def read(returned: Any, rows: int | None) -> Reading:
 
 def _term(what: str, value: Any, rows: int | None, instead: str = "") -> Term:
     if isinstance(value, Mean):
-        total = _scalar(f"the total of {what}", value.total)
+        total = _scalar(what, value.total, of="the total of ")
         return Term(total, 1, _count(what, value.count, total.device), Per.OWN_COUNT)
     if isinstance(value, Sum):
-        return Term(_scalar(f"the total of {what}", value.total), 1, 1, Per.NOTHING)
+        return Term(_scalar(what, value.total, of="the total of "), 1, 1, Per.NOTHING)
     value = _scalar(what, value, instead)
     if rows is None:
         raise LossError(
@@ -90,7 +92,10 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, numbers.Real) else value
 
 
-def _scalar(what: str, value: Any, instead: str = "") -> Tensor:
+def _scalar(what: str, value: Any, instead: str = "", *, of: str = "") -> Tensor:
+    if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+        return value
+    what = of + what
     if not isinstance(value, Tensor):
         raise LossTypeError(
             f"{what} must be a scalar tensor{instead}, got {described(value)} of type {type(value).__name__}"
@@ -100,9 +105,7 @@ def _scalar(what: str, value: Any, instead: str = "") -> Tensor:
             f"{what} must be a scalar, got shape {tuple(value.shape)}: return Mean.of(loss) for the mean of "
             "its entries, or loss.mean() where every row counts the same"
         )
-    if value.is_complex():
-        raise LossError(f"{what} must be real, got {value.dtype}")
-    return value
+    raise LossError(f"{what} must be real, got {value.dtype}")
 
 
 def _count(what: str, count: Any, device: torch.device | None = None) -> Count:

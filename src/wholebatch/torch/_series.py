@@ -20,45 +20,53 @@ class Series:
 
     def __init__(self, expected: int | None) -> None:
         self._capacity = expected or 16
-        self._numbers: list[Number] = []
+        self.numbers: list[Number] = []
         self._buffer: Tensor | None = None
+        self._slots: tuple[Tensor, ...] = ()  # its entries, as indexing a tensor takes longer than writing to it
+        self._taken: torch.dtype | None = None
 
     def append(self, value: Count) -> None:
         """Take the next piece's."""
-        if isinstance(value, Tensor):
-            self._buffer_for(value)[len(self._numbers)] = value.detach()
-            self._numbers.append(0)
-        else:
-            self._numbers.append(value)
+        if not isinstance(value, Tensor):
+            self.numbers.append(value)
+            return
+        at = len(self.numbers)
+        if at >= len(self._slots) or value.dtype != self._taken:
+            self._make_room(value)
+        self._slots[at].copy_(value.detach())
+        self.numbers.append(0)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     def sum(self) -> Count:
         """A number if there were only numbers."""
-        on_host = sum(self._numbers)
+        on_host = sum(self.numbers)
         return on_host if self._buffer is None else self._buffer.sum() + on_host
 
     def on_device(self) -> Tensor | None:
         """All entries, or None if there were only numbers."""
         if self._buffer is None:
             return None
-        entries = self._grown(self._buffer)[: len(self._numbers)]
-        if not any(self._numbers):
+        entries = self._grown(self._buffer)[: len(self.numbers)]
+        if not any(self.numbers):
             return entries
-        whole = all(isinstance(number, int) for number in self._numbers)
+        whole = all(isinstance(number, int) for number in self.numbers)
         dtype = torch.int64 if whole else torch.promote_types(entries.dtype, torch.float32)
-        return entries + numbers_on(entries.device, self._numbers, dtype)
+        return entries + numbers_on(entries.device, self.numbers, dtype)
 
-    def _buffer_for(self, value: Tensor) -> Tensor:
-        dtype = _wide(value.dtype)
+    def _make_room(self, value: Tensor) -> None:
+        self._taken, dtype = value.dtype, _wide(value.dtype)
         if self._buffer is None:
             self._buffer = torch.zeros(self._capacity, dtype=dtype, device=value.device)
         elif self._buffer.dtype != dtype:  # such as a constant 0 in the first piece
             self._buffer = self._buffer.to(torch.promote_types(self._buffer.dtype, dtype))
         self._buffer = self._grown(self._buffer)
-        return self._buffer
+        self._slots = self._buffer.unbind()
 
     def _grown(self, buffer: Tensor) -> Tensor:
         """With room for one more entry than there are; doubling makes that rare."""
-        missing = len(self._numbers) + 1 - len(buffer)
+        missing = len(self.numbers) + 1 - len(buffer)
         return buffer if missing <= 0 else torch.cat([buffer, buffer.new_zeros(max(missing, len(buffer)))])
 
 

@@ -1,5 +1,7 @@
 """What a batch may disturb besides gradients: registered buffers and random generators."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,14 @@ from ._model import Model
 
 
 class Snapshot:
-    """Buffers and random states as they were; `restore` brings them back after a failure."""
+    """Buffers and random states as they were; `restore` brings them back after a failure.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: whose buffers.
+        parameters: the model's, where they have been looked up already.
+    """
+
+    def __init__(self, model: Model, parameters: Iterable[Tensor] | None = None) -> None:
         self._owners = [(owner, dict(owner._buffers.items())) for module in model.modules for owner in module.modules()]
         self._contents: dict[int, tuple[Tensor, Tensor]] = {}
         for _, buffers in self._owners:
@@ -19,7 +26,7 @@ class Snapshot:
         self._cpu_generator = torch.get_rng_state()
         self._generators = {
             device: torch.get_device_module(device).get_rng_state(device)
-            for device in {parameter.device for parameter in model.parameters()}
+            for device in {parameter.device for parameter in parameters or model.parameters()}
             if device.type not in ("cpu", "meta")
         }
 

@@ -8,12 +8,14 @@ The gradient goes wherever `.backward()` of the whole batch would have put it: l
 outside the given parameters (another model, an input) are adopted when a piece shows them.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import has_torch_function
 
 from .._errors import BatchError, LossError
 from ._loss import Number
@@ -45,6 +47,7 @@ class GradientSums:
         self._before: list[Tensor | None] = []
         self._grad_dtypes: list[torch.dtype | None] = []
         self._known: set[int] = set()
+        self._accumulating: set[Any] = set()  # the graph's nodes for them, where a walk through it may stop
         self._merged = False
         self._given = 0
         self._aside: list[Tensor | None] | None = None
@@ -70,10 +73,28 @@ class GradientSums:
         }
 
     def adopt(self, roots: Iterable[Tensor]) -> None:
-        """Own the leaves that a backward from `roots` would reach besides the given parameters."""
-        for leaf in _reachable_leaves(roots):
-            if id(leaf) not in self._known:
-                self._own(leaf)
+        """Own the leaves that a backward from `roots` would reach besides those that are owned.
+
+        The graph shows them; a reentrant checkpoint hides those inside it.
+        """
+        waiting = []
+        for root in roots:
+            if root.grad_fn is not None:
+                waiting.append(root.grad_fn)
+            elif id(root) not in self._known:
+                self._own(root)
+        seen, known = set(waiting), self._accumulating
+        while waiting:
+            node = waiting.pop()
+            followed_by = node.next_functions
+            for following, _ in followed_by:
+                if following is not None and following not in seen and following not in known:
+                    seen.add(following)
+                    waiting.append(following)
+            if not followed_by and hasattr(node, "variable"):
+                known.add(node)
+                if id(node.variable) not in self._known:
+                    self._own(node.variable)
 
     def add(self, main: Pass, aside: Pass) -> None:
         """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
@@ -81,12 +102,12 @@ class GradientSums:
         self._adding = True
         try:
             if main.values and not aside.values:
-                torch.autograd.backward(main.values, main.seeds)
+                _run(main)
             elif main.values:
                 _first_backward_of_two(main)
             if aside.values:
                 self._swap()
-                torch.autograd.backward(aside.values, aside.seeds)
+                _run(aside)
                 self._swap()
         finally:
             self._adding = False
@@ -206,9 +227,18 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
+def _run(one: Pass, *, retain_graph: bool = False) -> None:
+    """`torch.autograd.backward`, whose checks of scalars take a good part of a small piece's time."""
+    values, seeds = tuple(one.values), tuple(one.seeds)
+    if has_torch_function(values) or torch._C._are_functorch_transforms_active():
+        torch.autograd.backward(values, seeds, retain_graph=retain_graph)
+    else:
+        _engine_run_backward(values, seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def _first_backward_of_two(main: Pass) -> None:
     try:
-        torch.autograd.backward(main.values, main.seeds, retain_graph=True)
+        _run(main, retain_graph=True)
     except RuntimeError as error:
         if "donated buffers" not in str(error):
             raise
@@ -240,23 +270,3 @@ def _sum(gradient: Tensor, other: Tensor) -> Tensor:
     if gradient.layout != torch.strided and other.layout == torch.strided:
         return other + gradient
     return gradient.add_(other)
-
-
-def _reachable_leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Leaves that the graph shows; a reentrant checkpoint hides those inside it."""
-    waiting = []
-    for root in roots:
-        if root.grad_fn is None:
-            yield root
-        else:
-            waiting.append(root.grad_fn)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
-        if leaf is not None:
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)

@@ -23,20 +23,18 @@ class Column:
         self.per = per
         self._values = Series(expected)
         self._counts = Series(expected)
-        self._weights: list[Number] = []
 
     def append(self, term: Term) -> None:
         self._values.append(0 if is_zero(term.count) else term.value)
         self._counts.append(term.count)
-        self._weights.append(term.weight)
 
     def total(self) -> "Total":
         values, counts = self._values.on_device(), self._counts.on_device()
         if values is None:  # no piece counted anything
-            values = torch.zeros(len(self._weights))
+            values = torch.zeros(len(self._counts))
         weighted = values
         if self.per is Per.ROWS:
-            weighted = values * numbers_on(values.device, self._weights, values.dtype)
+            weighted = values * numbers_on(values.device, self._counts.numbers, values.dtype)
         if counts is not None:
             weighted = torch.where(counts.to(values.device) == 0, 0, weighted)
         count = 1 if self.per is Per.NOTHING else self._counts.sum()

@@ -7,7 +7,8 @@ nothing in it changed.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,37 @@ def tensors(node: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
         return
     for key, child in _children(node).items():
         yield from tensors(child, path + _step(node, key))
+
+
+def disassembled(node: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors that have an axis, and a function that builds the same tree around others in their place.
+
+    The tree is walked here, once, and not again for each piece.
+    """
+    parts: list[Tensor] = []
+    build = _builder(node, parts)
+    return parts, build or (lambda _: node)
+
+
+def _builder(node: Any, parts: list[Tensor]) -> Callable[[Sequence[Tensor]], Any] | None:
+    """None for what stays as it is."""
+    if isinstance(node, Tensor):
+        if not node.dim():
+            return None
+        parts.append(node)
+        return itemgetter(len(parts) - 1)
+    children = _children(node)
+    builders = {key: _builder(child, parts) for key, child in children.items()}
+    if not any(builders.values()):
+        return None
+    built = [build or _always(children[key]) for key, build in builders.items()]
+    if type(node) is tuple:
+        return lambda others: tuple([build(others) for build in built])
+    return lambda others: _rebuild(node, dict(zip(children, [build(others) for build in built], strict=True)))
+
+
+def _always(child: Any) -> Callable[[Sequence[Tensor]], Any]:
+    return lambda _: child
 
 
 def _children(node: Any) -> dict[Any, Any]:

@@ -54,6 +54,7 @@ class Weights:
         self._loss_scale = loss_scale
         self._small_range = small_range
         self._started = False
+        self._known_scales: dict[str, Number | Tensor] = {}
         self._learned: str | None = None
         self._learned_scale: Number | Tensor = 1
         self._scale_is_chosen: bool | Tensor = False
@@ -66,15 +67,14 @@ class Weights:
         if self._small_range and self._learned is not None:
             self._choose_scale(reading.terms[self._learned].count)
         main, aside = Pass([], []), Pass([], [])
-        counting = {name: term for name, term in reading.terms.items() if not is_zero(term.count)}
-        for name, term in counting.items():
-            if term.value.requires_grad:
-                denominator = self._known_denominator(name, term)
-                scale = self._learned_scale if denominator is None else reciprocal(denominator)
-                one_of = main if denominator is None or self._learned is None else aside
+        for name, term in reading.terms.items():
+            if term.value.requires_grad and not is_zero(term.count):
+                scale = self._known_scales.get(name)
+                one_of = main if scale is None or self._learned is None else aside
+                scale = self._learned_scale if scale is None else scale
                 one_of.values.append(term.value)
                 one_of.seeds.append(self._seed(term, scale))
-        if not main.values and not aside.values and any(is_positive(term.count) for term in counting.values()):
+        if not main.values and not aside.values and any(is_positive(term.count) for term in reading.terms.values()):
             raise LossError(
                 "the loss has no graph: nothing in it depends on a tensor that requires grad"
                 + ("" if torch.is_grad_enabled() else " (gradients are switched off by torch.no_grad)")
@@ -97,7 +97,9 @@ class Weights:
                 f"counts= names {_listed(self._counts)}, but the terms of the loss that have a count of their own are "
                 f"{_listed(own)}"
             )
-        unknown = [name for name, term in terms.items() if self._known_denominator(name, term) is None]
+        denominators = {name: self._known_denominator(name, term) for name, term in terms.items()}
+        self._known_scales = {name: reciprocal(one) for name, one in denominators.items() if one is not None}
+        unknown = [name for name in terms if name not in self._known_scales]
         own = [name for name in own if name in unknown]
         if len(own) > 1 or (own and len(own) < len(unknown)):
             raise CountError(
@@ -143,15 +145,17 @@ class Weights:
     def _seed(self, term: Term, scale: Number | Tensor) -> Tensor:
         """d objective / d value = weight · scale, and 0 for a piece that counts nothing; rounded to 16 bits last."""
         value, share = term.value, term.weight * scale
-        seed = share.to(value.device) if isinstance(share, Tensor) else self._constant(share, value)
+        if not isinstance(share, Tensor) and not isinstance(term.count, Tensor) and self._loss_scale is None:
+            return self._constant(share, value, value.dtype)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        seed = share.to(value.device) if isinstance(share, Tensor) else self._constant(share, value, wide)
         if self._loss_scale is not None:
             seed = seed * self._loss_scale
         if isinstance(term.count, Tensor):
             seed = torch.where(term.count.to(value.device) == 0, 0, seed)
         return seed.to(value.dtype)
 
-    def _constant(self, share: Number, value: Tensor) -> Tensor:
-        dtype = torch.promote_types(value.dtype, torch.float32)
+    def _constant(self, share: Number, value: Tensor, dtype: torch.dtype) -> Tensor:
         key = (share, dtype, value.device)
         if key not in self._constants:
             self._constants[key] = torch.full((), share, dtype=dtype, device=value.device)
