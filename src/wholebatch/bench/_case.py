@@ -72,6 +72,8 @@ class Case:
         problem: its name there.
         contenders: who takes part; the first is what others are compared with.
         settings: where they are compared.
+        checked: options of the problem, where contenders are checked before timing: large weights stay large, as they
+            are summed in other ways than small ones.
         quick: options of the problem, in a run that only tries whether all works.
         targets: what it must show.
     """
@@ -81,5 +83,6 @@ class Case:
     problem: str
     contenders: tuple[str, ...]
     settings: tuple[Setting, ...]
+    checked: Mapping[str, int]
     quick: Mapping[str, int]
     targets: tuple[Target, ...] = ()

@@ -5,6 +5,7 @@ from ._case import MULTI_STEPS, MULTI_STEPS_DONATED, OURS, UNSPLIT, Case, Settin
 _LOOPS = ("plain loop", UNSPLIT, "Accelerate", "Fabric", OURS)
 _SIZES = ("1", "2", "4", "8", "16")
 _PIECES = ("1", "4", "16", "64", "256", "1024")
+_NARROW_GPT = {"width": 32, "layers": 1}
 _SMALL_GPT = {"width": 32, "layers": 1, "vocabulary": 61, "length": 8}
 
 CASES = {
@@ -14,9 +15,10 @@ CASES = {
         "gpt",
         _LOOPS,
         tuple(
-            Setting(size, int(size), {"vocabulary": 50257}, 7 if size in "14" else 5, peaks=size in "14")
+            Setting(size, int(size), {"vocabulary": 50257}, 7 if size in "14" else 5, peaks=size == "1")
             for size in _SIZES
         ),
+        _NARROW_GPT,
         _SMALL_GPT,
         (
             Target("time", ("1",), "plain loop", 0.65),
@@ -30,6 +32,7 @@ CASES = {
         "gpt",
         _LOOPS,
         tuple(Setting(size, int(size), {"vocabulary": 1000}, 9, peaks=size == "1") for size in _SIZES),
+        _NARROW_GPT,
         _SMALL_GPT,
     ),
     "c": Case(
@@ -42,6 +45,7 @@ CASES = {
             Setting("layers", 1, {"kind": 1}, 15, repeats=4),
         ),
         {},
+        {},
         (
             Target("time", ("gpt",), "plain loop", 1.02),
             Target("overhead", ("layers",), "plain loop", 10.0),
@@ -53,6 +57,7 @@ CASES = {
         "images",
         _LOOPS,
         (Setting("8", 8, {}, 9, peaks=True),),
+        {"side": 8},
         {"rows": 16, "side": 8},
     ),
     "e": Case(
@@ -61,6 +66,7 @@ CASES = {
         "ragged",
         ("plain loop", "mean of means", UNSPLIT, "Accelerate", "Fabric", OURS),
         (Setting("2", 2, {}, 7, peaks=True),),
+        {"width": 32, "layers": 1, "longest": 128},
         {"width": 32, "layers": 1, "vocabulary": 61, "rows": 8, "longest": 64},
         (Target("time", ("2",), "plain loop", 0.50),),
     ),
@@ -70,6 +76,7 @@ CASES = {
         "gpt",
         ("scan by hand", UNSPLIT, "unrolled loop", "optax.microbatch", MULTI_STEPS, MULTI_STEPS_DONATED, OURS),
         tuple(Setting(size, int(size), {"vocabulary": 50257}) for size in ("1", "4")),
+        _NARROW_GPT,
         _SMALL_GPT,
         (
             Target("time", ("1", "4"), "scan by hand", 1.02),
@@ -83,6 +90,7 @@ CASES = {
         "dense",
         ("plain loop", OURS),
         tuple(Setting(pieces, 8, {"rows": 8 * int(pieces)}, 7, peaks=True) for pieces in _PIECES),
+        {"width": 32},
         {"width": 32},
         (
             Target("time per row", ("1024",), "16", 1.05),

@@ -8,7 +8,8 @@ from typing import Any
 
 from ._turns import BATCHES
 
-STEPS = 3
+STEPS = 2
+"""In the second there are the optimizer's states."""
 
 
 def grown(bench: Any, name: str) -> int:

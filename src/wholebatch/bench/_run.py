@@ -76,9 +76,10 @@ def measure(case: Case, setting: Setting, *, quick: bool = False) -> Iterator[tu
         "contenders": {},
     }
     yield "checking that all compute the same", record
-    checked = _run({**job, "do": "check", "names": names})
-    record |= {"rows": checked["rows"], "work": checked["work"]}
-    for name, difference in checked["differences"].items():
+    checked = _run(
+        {**job, "do": "check", "names": names, "options": {**options, **(case.quick if quick else case.checked)}}
+    )
+    for name, difference in checked.items():
         if not difference <= SAME:
             left_out[name] = f"computes something else: weights are off by {difference:.0e} of their change"
     names = [name for name in names if name not in left_out]
@@ -87,7 +88,7 @@ def measure(case: Case, setting: Setting, *, quick: bool = False) -> Iterator[tu
     yield "taking turns", record
     record |= _run({**job, "do": "time", "names": names})
     for name in names:
-        record["contenders"][name]["difference"] = checked["differences"][name]
+        record["contenders"][name]["difference"] = checked[name]
         if setting.peaks:
             yield f"peak memory of {name}", record
             record["contenders"][name]["peak_bytes"] = _run({**job, "do": "peak", "names": [name]})

@@ -98,7 +98,7 @@ class GPT(Problem):
 class Ragged(GPT):
     """Rows of log-normal lengths, padded to the longest; the loss is the mean over tokens."""
 
-    def __init__(self, width: int = 128, layers: int = 4, vocabulary: int = 1000, rows: int = 32, longest: int = 512):
+    def __init__(self, width: int = 128, layers: int = 4, vocabulary: int = 1000, rows: int = 16, longest: int = 512):
         super().__init__(vocabulary, width, layers, longest, rows=rows)
 
     def batch(self) -> Batch:

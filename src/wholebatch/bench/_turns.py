@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-WARM_UP = 2
+WARM_UP = 1
 BATCHES = 4
 
 

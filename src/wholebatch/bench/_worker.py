@@ -24,10 +24,15 @@ def work(job: dict[str, Any]) -> Any:
     bench = module.Bench(job["problem"], job["options"], job["size"], job["threads"], double=checking)
     names = job["names"]
     if checking:
-        return {"differences": differences(bench, names, UNSPLIT), "work": bench.work(), "rows": bench.rows}
+        return differences(bench, names, UNSPLIT)
     if job["do"] == "peak":
         return grown(bench, *names)
-    return {"limits": bench.limits(), "contenders": take_turns(bench, names, job["rounds"], job["repeats"])}
+    return {
+        "rows": bench.rows,
+        "work": bench.work(),
+        "limits": bench.limits(),
+        "contenders": take_turns(bench, names, job["rounds"], job["repeats"]),
+    }
 
 
 if __name__ == "__main__":
