@@ -7,7 +7,7 @@ from torch import nn
 
 from reference import assert_exact
 from wholebatch import LossError, Mean
-from wholebatch.torch import Accumulator, Window, backward, check, evaluate, train
+from wholebatch.torch import Accumulator, Window, backward, check, evaluate, token_mean, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -181,3 +181,119 @@ def test_batch_norm_statistics_follow_the_whole_batch():
         backward(norm, lambda b: norm(b).square().mean(), x, micro_batch_size=3, batch_norm="micro")
     assert torch.allclose(norm.running_mean, twin.running_mean, rtol=1e-12)
     assert torch.allclose(norm.running_var, twin.running_var, rtol=1e-12)
+
+
+class Words(nn.Module):
+    def __init__(self, tied=False, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(101, 16, padding_idx=0)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.head = nn.Linear(16, 101, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.to(dtype)
+
+    def forward(self, ids):
+        return self.head(self.down(torch.tanh(self.up(self.words(ids)))))
+
+
+def word_batch(lengths=(12, 3, 5, 1, 7, 12, 2, 4)):
+    ids = torch.randint(1, 101, (len(lengths), 12), generator=torch.Generator().manual_seed(1))
+    beyond = torch.arange(12) >= torch.tensor(lengths)[:, None]
+    return {"ids": ids.masked_fill(beyond, 0), "labels": ids.masked_fill(beyond, -100)}
+
+
+def word_loss(model, autocast=None):
+    def loss_fn(b):
+        with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
+            return token_mean(model(b["ids"]), b["labels"])
+
+    return loss_fn
+
+
+def word_gradients(model, loss_fn, **options):
+    model.zero_grad()
+    backward(model, loss_fn, word_batch(), **options)
+    return {name: p.grad.cpu().numpy() for name, p in model.named_parameters()}
+
+
+def by_labels(b):
+    return (b["labels"] != -100).sum(1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sums_in_place_are_exact(tied):
+    model = Words(tied).cuda()
+    whole = word_gradients(model, word_loss(model), in_place=False)
+    assert_exact(word_gradients(model, word_loss(model), micro_batch_size=3, in_place=True), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_place_under_autocast_are_no_further_from_the_truth_than_autograds(dtype):
+    model = Words(dtype=torch.float32).cuda()
+    options = {"micro_batch_size": 1, "accum_dtype": torch.float32}
+    truth = word_gradients(model, word_loss(model))
+    plain = word_gradients(model, word_loss(model, dtype), in_place=False, **options)
+    ours = word_gradients(model, word_loss(model, dtype), in_place=True, **options)
+    scale = max(abs(gradient).max() for gradient in truth.values())
+    for name, gradient in truth.items():
+        allowed = abs(plain[name] - gradient).max() + torch.finfo(dtype).eps * scale
+        assert abs(ours[name] - gradient).max() <= allowed
+
+
+def test_16_bit_gradients_are_added_to_sums_of_32_bits_where_they_are_made():
+    model = Words(dtype=torch.bfloat16).cuda()
+    plain = float_gradients(model, in_place=False)
+    assert_exact(float_gradients(model, in_place=True), plain, 8 * torch.finfo(torch.bfloat16).eps)
+    assert model.up.weight.grad.dtype == torch.bfloat16
+
+
+def float_gradients(model, **options):
+    model.zero_grad()
+    backward(model, word_loss(model), word_batch(), micro_batch_size=2, **options)
+    return {name: p.grad.float().cpu().numpy() for name, p in model.named_parameters()}
+
+
+def test_sums_in_place_are_the_same_each_time():
+    model = Words(dtype=torch.float32).cuda()
+    first, *others = [word_gradients(model, word_loss(model), micro_batch_size=2, in_place=True) for _ in range(5)]
+    assert all((first[name] == again[name]).all() for again in others for name in first)
+
+
+def test_sums_in_place_wait_for_nothing():
+    model, data = Words(dtype=torch.float32).cuda(), {key: part.cuda() for key, part in word_batch().items()}
+    accumulator = Accumulator(model, micro_batch_size=1, in_place=True)
+    accumulator.backward(word_loss(model), data)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as waits:
+            accumulator.backward(word_loss(model), data)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1, [str(wait.message) for wait in waits]
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "pinned"])
+def test_regrouped_rows_give_the_gradient_of_the_padded_batch(where):
+    model = Words().cuda()
+    whole = word_gradients(model, word_loss(model))
+    place = {"cpu": torch.Tensor.cpu, "cuda": torch.Tensor.cuda, "pinned": torch.Tensor.pin_memory}[where]
+    model.zero_grad()
+    data = {key: place(part) for key, part in word_batch().items()}
+    result = backward(model, word_loss(model), data, lengths=by_labels, micro_batch_tokens=24)
+    assert result.num_micro_batches > 1
+    assert_exact({name: p.grad.cpu().numpy() for name, p in model.named_parameters()}, whole)
+
+
+def test_regrouping_waits_once_for_lengths_on_the_device_and_not_for_each_piece():
+    model, data = Words().cuda(), {key: part.cuda() for key, part in word_batch().items()}
+    accumulator = Accumulator(model, lengths=by_labels, micro_batch_tokens=12)
+    accumulator.backward(word_loss(model), data)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as waits:
+            assert accumulator.backward(word_loss(model), data).num_micro_batches > 3
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 2, [str(wait.message) for wait in waits]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from reference import assert_exact
 from wholebatch import Mean, OptionError
 from wholebatch._report import tolerance
 from wholebatch.torch import Accumulator
-from wholebatch.torch import _in_place as in_place
+from wholebatch.torch import _formulas as formulas
 
 ROWS, TOKENS, WIDTH, WORDS = 10, 5, 6, 11
 
@@ -168,6 +169,7 @@ class Watch(TorchDispatchMode):
     """Counts the tensors of a weight's size that are made."""
 
     shapes: set[tuple[int, ...]]
+    dtype: torch.dtype
     made: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -177,7 +179,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         is_new = isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given
-        if is_new and tuple(out.shape) in self.shapes:
+        if is_new and tuple(out.shape) in self.shapes and out.dtype == self.dtype:
             self.made.append(str(func))
         return out
 
@@ -205,19 +207,19 @@ def take_gradients_of(model: nn.Module, ids: Tensor, on: bool) -> dict[str, np.n
 
 
 def test_a_sum_that_leaves_out_a_piece_is_noticed(monkeypatch):
-    monkeypatch.setattr(in_place._Linear, "add", lambda module, sum, x, g: None)
+    monkeypatch.setattr(formulas.Linear, "add", lambda module, sum, x, g: None)
     model, ids = Language(), make_ids()
     whole = whole_gradients(model, lambda: make_loss(model)(ids).value)
     with pytest.raises(AssertionError, match="is off by"):
         assert_exact(take_gradients_of(model, ids, True), whole)
 
 
-def weights_made(model: nn.Module, on: bool, pieces: int) -> int:
+def weights_made(model: nn.Module, on: bool, pieces: int, loss=make_loss, dtype=torch.float64) -> int:
     weights = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
     weights |= {shape[::-1] for shape in weights}
     accumulator = Accumulator(model, num_micro_batches=pieces, in_place=on)
-    with Watch(weights) as watch:
-        accumulator.backward(make_loss(model), make_ids())
+    with Watch(weights, dtype) as watch:
+        accumulator.backward(loss(model), make_ids())
     return len(watch.made)
 
 
@@ -320,18 +322,201 @@ def test_bf16_gradients_are_summed_in_float32():
     assert layer.weight.grad.dtype == torch.bfloat16
 
 
-def test_under_autocast_autograd_adds():
-    model, ids = Language().float(), make_ids()
-
-    def loss_fn(piece):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return make_loss(model)(piece)
-
+def assert_same_as_autograds(model, loss_fn, dtype, **options):
+    """To what three sums in a dtype may differ by."""
     gradients = []
     for on in (False, True):
-        Accumulator(model, micro_batch_size=4, in_place=on).backward(loss_fn, ids)
+        Accumulator(model, micro_batch_size=4, in_place=on, **options).backward(loss_fn, make_ids())
         gradients.append(take_gradients(model))
-    assert_exact(gradients[1], gradients[0], tolerance(torch.finfo(torch.float32).eps, 3))
+    assert_exact(gradients[1], gradients[0], tolerance(torch.finfo(dtype).eps, 3))
+
+
+def test_sums_may_be_wider_than_gradients():
+    model = Language().float()
+    assert_same_as_autograds(model, make_loss(model), torch.float32, accum_dtype=torch.float64)
+
+
+def under_autocast(model, dtype=torch.bfloat16):
+    def loss_fn(piece):
+        with torch.autocast("cpu", dtype=dtype):
+            return make_loss(model)(piece)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "tied",
+        "Conv1D",
+        "without biases",
+        "frozen",
+        "checkpoint, reentrant",
+        "checkpoint, not reentrant",
+        "a weight used twice",
+        "hooks on parameters",
+    ],
+)
+def test_under_autocast_gradients_are_those_that_autograd_sums(name):
+    model = MODELS[name]().float()
+    assert_same_as_autograds(model, under_autocast(model), torch.bfloat16)
+
+
+def test_under_autocast_no_tensor_of_a_weights_size_is_made_in_the_sums_dtype():
+    made = {}
+    for on in (False, True):
+        made[on] = [weights_made(Language().float(), on, pieces, under_autocast, torch.float32) for pieces in (2, 5)]
+    assert made[True][0] == made[True][1]
+    assert made[False][1] - made[False][0] >= 3 * 3
+
+
+def test_under_autocast_a_gradient_in_the_loss_is_differentiated():
+    model = Penalised().float()
+    assert_same_as_autograds(model, under_autocast(model), torch.bfloat16)
+
+
+def test_under_autocast_a_cast_weight_is_not_kept_for_others():
+    model, ids = Twice().float(), make_ids(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        Accumulator(model, micro_batch_size=2, in_place=True).backward(make_loss(model), ids)
+        inside = take_gradients(model)
+    Accumulator(model, micro_batch_size=2, in_place=False).backward(under_autocast(model), ids)
+    assert_exact(inside, take_gradients(model), tolerance(torch.finfo(torch.bfloat16).eps, 3))
+
+
+class Attending(Language):
+    """A layer whose own output projection is used as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=torch.float64)
+
+    def block(self, hidden):
+        return super().block(self.attention(hidden, hidden, hidden)[0])
+
+
+class ByKeyword(Language):
+    def block(self, hidden):
+        return self.down(input=functional.gelu(self.up(input=hidden)))
+
+
+class Shared(Language):
+    """One module in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.down
+
+    def block(self, hidden):
+        return self.again(functional.gelu(self.up(super().block(hidden))))
+
+
+class Adapted(Language):
+    """A frozen layer beside two narrow ones that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.requires_grad_(False)
+        self.narrow = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.wide = nn.Linear(2, 2 * WIDTH, bias=False, dtype=torch.float64)
+
+    def block(self, hidden):
+        return self.down(functional.gelu(self.up(hidden) + self.wide(self.narrow(hidden))))
+
+
+class Looking(Language):
+    """Calls its layers without a graph, too."""
+
+    def block(self, hidden):
+        with torch.no_grad():
+            seen = self.down(self.up(hidden))
+        with torch.inference_mode():
+            self.down(self.up(hidden.detach()))
+        return super().block(hidden + seen)
+
+
+class Replaced(Language):
+    """A layer whose forward somebody has replaced."""
+
+    def __init__(self):
+        super().__init__()
+        own = self.down.forward
+        self.down.forward = lambda given: 3 * own(given)
+
+
+class ByVmap(Language):
+    def block(self, hidden):
+        return torch.func.vmap(super().block)(hidden)
+
+
+MORE = {
+    "attention": Attending,
+    "by keyword": ByKeyword,
+    "shared": Shared,
+    "adapted": Adapted,
+    "looking": Looking,
+    "replaced": Replaced,
+    "by vmap": ByVmap,
+    "in a wrapper for several devices": lambda: Wrapped(),
+    "old weight_norm": lambda: normed(Language()),
+}
+
+
+def normed(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is on its way out
+        nn.utils.weight_norm(model.down)
+    return model
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.DataParallel(Language())
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_gradients_are_those_of_the_whole_batch_in_layers_used_otherwise(name):
+    model, ids = MORE[name](), make_ids()
+    whole = whole_gradients(model, lambda: make_loss(model)(ids).value)
+    assert_exact(take_gradients_of(model, ids, True), whole)
+
+
+def test_a_hook_that_comes_between_forward_and_backward_sees_the_gradient():
+    model, ids, seen = Language(), make_ids(), []
+
+    def loss_fn(piece):
+        loss = make_loss(model)(piece)
+        model.down.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+        return loss
+
+    Accumulator(model, num_micro_batches=2, in_place=True).backward(loss_fn, ids)
+    assert len(seen) == 1 + 2
+
+
+def test_a_model_without_storage_is_summed_too():
+    model, ids = Language().float().to("meta"), make_ids().to("meta")
+    Accumulator(model, num_micro_batches=2, in_place=True, on_nonfinite="keep").backward(
+        lambda piece: Mean(model(piece).sum(), len(piece)), ids
+    )
+    assert model.down.weight.grad.device.type == "meta"
+
+
+def test_a_forward_that_a_loss_puts_in_the_place_of_ours_is_left_there():
+    model = Language()
+
+    def loss_fn(ids):
+        model.down.forward = forward
+        return make_loss(model)(ids)
+
+    forward = lambda given: nn.functional.linear(given, model.down.weight)  # noqa: E731
+    Accumulator(model, num_micro_batches=2, in_place=True).backward(loss_fn, make_ids())
+    assert model.down.forward is forward
+    assert "forward" not in vars(model.up)
 
 
 def test_a_compiled_loss_is_compiled_once():

@@ -363,7 +363,7 @@ OPTIONS = {
     "a width": (
         {"lengths": by_mask, "trim": 1},
         OptionTypeError,
-        "trim must be a function of a piece and its longest, got int",
+        "trim must be a function of a piece and its longest length, got int",
     ),
 }
 

@@ -46,7 +46,11 @@ class ByLength:
         """What the options mean, or an error where they cannot be meant; None without `lengths`."""
         for name, function in {"lengths": lengths, "trim": trim}.items():
             if function is not None and not callable(function):
-                takes = "the batch that returns each row's length" if name == "lengths" else "a piece and its longest"
+                takes = (
+                    "the batch that returns each row's length"
+                    if name == "lengths"
+                    else "a piece and its longest length"
+                )
                 raise OptionTypeError(f"{name} must be a function of {takes}, got {type(function).__name__}")
         budget = None
         if micro_batch_tokens is not None:
@@ -80,7 +84,7 @@ class Regrouped(Cut):
     ) -> None:
         if isinstance(batch, Window):
             raise BatchError(
-                "a Window is cut already, and lengths= regroups the rows of a whole batch: give one of them"
+                "a Window is cut already, and lengths= regroups the rows of a whole batch: give that, or no lengths="
             )
         self._batch = batch
         self._trim = by_length.trim
@@ -139,7 +143,7 @@ def _read_lengths(given: Any, rows: int, padded: tuple[Any, int] | None) -> list
         for path, tensor in tensors(padded[0]):
             if tensor.dim() > 1 and tensor.shape[1] == padded[1]:
                 paths.append(path)
-                flags.append(_more_than_padding(path, tensor, lengths.to(tensor.device)))
+                flags.append(_more_than_padding(path, tensor, to_device(lengths, tensor.device)))
     on_host, *arrived = read_once([lengths, *flags])
     numbers: list[int] = []
     for row, length in enumerate(on_host.tolist()):
@@ -166,7 +170,7 @@ def _more_than_padding(path: str, tensor: Tensor, lengths: Tensor) -> Tensor:
     """
     columns = torch.arange(tensor.shape[1], device=tensor.device)
     beyond = columns >= lengths.unsqueeze(1)
-    differs = tensor != tensor[lengths.argmin(), -1]
+    differs = tensor != tensor[:, -1:].index_select(0, lengths.argmin(keepdim=True))  # which waits for no device
     if tensor.dim() > 2:
         return (differs.flatten(2).any(2) & beyond).any(1)
     if _named(path, "attention_mask"):
