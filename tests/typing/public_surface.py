@@ -2,11 +2,13 @@
 
 from typing import Any, assert_type
 
+import jax
 import torch
 from torch import Tensor, nn
 
 import wholebatch.jax
 from wholebatch import Mean, Sum
+from wholebatch.recipes import linen, nnx, scan, torch_loop
 from wholebatch.torch import Accumulator, Report, Result, Window, backward, check, token_mean, windows
 
 model = nn.Linear(4, 1)
@@ -44,3 +46,9 @@ Accumulator(model, micro_batch_size="8")  # type: ignore[arg-type]
 assert_type(wholebatch.jax.check(len, 1.0, 2.0, micro_batch_size=4).exact, bool)
 wholebatch.jax.value_and_grad(len, micro_batch_size=16, rng_argnums=(1,), aux="mean")
 wholebatch.jax.grad(len, micro_batch_size="8")  # type: ignore[arg-type]
+
+assert_type(torch_loop.train_standard(model, [batch], 0.1, 1), list[float])
+assert_type(torch_loop.train_with_accumulation(model, [batch], 0.1, 1, 4, max_norm=1.0), list[float])
+assert_type(linen.grad_accumulation_step(0.0, [jax.numpy.ones((2, 3))], [jax.numpy.ones(2)], 0.1), jax.Array)
+assert_type(scan.microbatched_grads(1.0, 0.0, [1.0], 0.0, 1.0), jax.Array)
+assert_type(nnx.main(rows_a=1), bool)
