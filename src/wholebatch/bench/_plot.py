@@ -10,7 +10,7 @@ from ._cases import CASES
 from ._report import Results
 
 _COLOURS = {OURS: "#c2410c", "plain loop": "#64748b", "scan by hand": "#64748b"}
-_OTHERS = ("#94a3b8", "#b8c4d4", "#cbd5e1", "#dbe3ec", "#475569")
+_OTHERS = ("#a7c4df", "#4f83b5", "#c9ced6", "#d9b44a", "#efe0ae")
 
 
 def require_plotting() -> Any:
@@ -50,15 +50,16 @@ def _bars(axes: Any, settings: Mapping[str, Any]) -> None:
     for i, name in enumerate(names):
         at = [(k, r["contenders"][name]) for k, r in enumerate(settings.values()) if name in r["contenders"]]
         ratios = [found["ratio"] for _, found in at]
-        spread = [[abs(found["ratio"] - found["ratio_quartiles"][side]) for _, found in at] for side in (0, 1)]
+        lows, highs = zip(*(found["ratio_quartiles"] for _, found in at), strict=True)
+        below = [max(ratio - low, 0) for ratio, low in zip(ratios, lows, strict=True)]
+        above = [max(high - ratio, 0) for ratio, high in zip(ratios, highs, strict=True)]
         colour = _COLOURS.get(name) or next(others)
         places = [k + (i - (len(names) - 1) / 2) * width for k, _ in at]
-        axes.bar(places, ratios, width * 0.9, yerr=spread, color=colour, ecolor="#334155", label=name)
-        for place, ratio in zip(places, ratios, strict=True):
+        axes.bar(places, ratios, width * 0.9, yerr=(below, above), color=colour, ecolor="#334155", label=name)
+        for place, ratio, error in zip(places, ratios, above, strict=True):
             if name == OURS:
-                axes.annotate(
-                    f"{ratio:.2f}", (place, ratio), (0, 3), textcoords="offset points", ha="center", fontsize=7
-                )
+                text, top = f"{ratio:.2f}", (place, ratio + error)
+                axes.annotate(text, top, (0, 3), textcoords="offset points", ha="center", fontsize=7)
     axes.axhline(1, color="#64748b", linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(settings)), [_title(name, record) for name, record in settings.items()], fontsize=8)
     axes.set_ylabel(f"time over {names[0]}", fontsize=8)
