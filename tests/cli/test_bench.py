@@ -45,7 +45,7 @@ def test_a_case_is_measured_printed_written_and_drawn(in_this_process, tmp_path,
     found = json.loads(said.out)["g"]["4"]
     assert json.loads(out.read_text())["g"]["4"] == found
     assert set(found["contenders"]) == {"plain loop", OURS}
-    assert all(timed["peak_bytes"] > 0 for timed in found["contenders"].values())
+    assert all(timed["peak_bytes"] >= 0 for timed in found["contenders"].values())
     assert found["machine"]["threads"] >= 1
     assert "torch" in found["versions"]
     assert "g/4: taking turns" in said.err

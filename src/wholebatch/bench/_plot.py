@@ -79,7 +79,7 @@ def _lines(axes: Any, settings: Mapping[str, Any]) -> None:
         rows = [record["rows"] for record in settings.values()]
         base = start["contenders"][name]
         times = [f["seconds"] / r / (base["seconds"] / start["rows"]) for f, r in zip(found, rows, strict=True)]
-        memory = [f["peak_bytes"] / base["peak_bytes"] for f in found]
+        memory = [f["peak_bytes"] / max(base["peak_bytes"], 1) for f in found]
         colour = _COLOURS[name]
         axes.plot(pieces, times, "o-", color=colour, label=f"{name}: time per row", markersize=4)
         axes.plot(pieces, memory, "s--", color=colour, label=f"{name}: peak memory", markersize=4)

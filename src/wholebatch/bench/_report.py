@@ -37,7 +37,7 @@ def _of_setting(setting: str, record: Mapping[str, Any]) -> list[str]:
         low, high = found["ratio_quartiles"]
         line = f"    {name:<20}{seconds(found['seconds']):>12}{found['ratio']:>8.2f}{f'{low:.2f}-{high:.2f}':>14}"
         if memory(found) is not None:
-            line += f"{memory(found) / 2**20:>8.1f} MiB{memory(found) / memory(baseline):>8.2f}"
+            line += f"{memory(found) / 2**20:>8.1f} MiB{memory(found) / max(memory(baseline), 1):>8.2f}"
         if "compile_seconds" in found:
             line += f"{found['compile_seconds']:>8.1f} s"
         lines.append(line)
