@@ -28,7 +28,7 @@ class Contender:
         torch.manual_seed(0)
         self._model = problem.model()
         weights = self._model.parameters()
-        optimizer = torch.optim.SGD(weights, lr=1.0) if checked else torch.optim.AdamW(weights, lr=1e-3)
+        optimizer = torch.optim.SGD(weights, lr=1.0) if checked else torch.optim.AdamW(weights, lr=1e-3, fused=True)
         self.step = LOOPS[name](problem, self._model, optimizer, size)
 
     def weights(self) -> list[Any]:
