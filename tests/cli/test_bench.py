@@ -40,15 +40,15 @@ def measured(monkeypatch):
 def test_a_case_is_measured_printed_written_and_drawn(in_this_process, tmp_path, capsys):
     """Without stand-ins, on a small problem."""
     out, picture = tmp_path / "results.json", tmp_path / "results.svg"
-    assert cli.run(["bench", "--quick", "--case", "g/4", "--json", "--out", str(out), "--plot", str(picture)]) == 0
+    assert cli.run(["bench", "--quick", "--case", "g/16", "--json", "--out", str(out), "--plot", str(picture)]) == 0
     said = capsys.readouterr()
-    found = json.loads(said.out)["g"]["4"]
-    assert json.loads(out.read_text())["g"]["4"] == found
+    found = json.loads(said.out)["g"]["16"]
+    assert json.loads(out.read_text())["g"]["16"] == found
     assert set(found["contenders"]) == {"plain loop", OURS}
     assert all(timed["peak_bytes"] >= 0 for timed in found["contenders"].values())
     assert found["machine"]["threads"] >= 1
     assert "torch" in found["versions"]
-    assert "g/4: taking turns" in said.err
+    assert "g/16: taking turns" in said.err
     assert "<svg" in picture.read_text()
 
 

@@ -4,7 +4,7 @@ from ._case import MULTI_STEPS, MULTI_STEPS_DONATED, OURS, UNSPLIT, Case, Settin
 
 _LOOPS = ("plain loop", UNSPLIT, "Accelerate", "Fabric", OURS)
 _SIZES = ("1", "2", "4", "8", "16")
-_PIECES = ("1", "4", "16", "64", "256", "1024")
+_PIECES = ("1", "16", "128", "1024")
 _NARROW_GPT = {"width": 32, "layers": 1}
 _SMALL_GPT = {"width": 32, "layers": 1, "vocabulary": 61, "length": 8}
 
@@ -14,10 +14,7 @@ CASES = {
         "torch",
         "gpt",
         _LOOPS,
-        tuple(
-            Setting(size, int(size), {"vocabulary": 50257}, 7 if size in "14" else 5, peaks=size == "1")
-            for size in _SIZES
-        ),
+        tuple(Setting(size, int(size), {"vocabulary": 50257}, 5, peaks=size == "1") for size in _SIZES),
         _NARROW_GPT,
         _SMALL_GPT,
         (
@@ -31,7 +28,7 @@ CASES = {
         "torch",
         "gpt",
         _LOOPS,
-        tuple(Setting(size, int(size), {"vocabulary": 1000}, 9, peaks=size == "1") for size in _SIZES),
+        tuple(Setting(size, int(size), {"vocabulary": 1000}, 7, peaks=size == "1") for size in _SIZES),
         _NARROW_GPT,
         _SMALL_GPT,
     ),

@@ -89,7 +89,7 @@ def measure(case: Case, setting: Setting, *, quick: bool = False) -> Iterator[tu
     record |= _run({**job, "do": "time", "names": names})
     for name in names:
         record["contenders"][name]["difference"] = checked[name]
-        if setting.peaks:
+        if setting.peaks and name not in PEERS:
             yield f"peak memory of {name}", record
             record["contenders"][name]["peak_bytes"] = _run({**job, "do": "peak", "names": [name]})
     yield "done", record

@@ -48,8 +48,8 @@ def command(cases: tuple[str, ...], quick: bool, out: Path | None, picture: Path
         for doing, record in measure(case, setting, quick=quick):
             click.echo(f"{name}/{setting.name}: {doing}", err=True)
             results.setdefault(name, {})[setting.name] = record
-        if out:
-            out.write_text(json.dumps(_merged(kept, results), indent=1) + "\n")
+            if out and record["contenders"]:
+                out.write_text(json.dumps(_merged(kept, results), indent=1) + "\n")
     if picture:
         plot(_merged(kept, results), picture)
     say(table(results), as_json, results)
