@@ -72,7 +72,7 @@ CASES = {
         "jax",
         "gpt",
         ("scan by hand", UNSPLIT, "unrolled loop", "optax.microbatch", MULTI_STEPS, MULTI_STEPS_DONATED, OURS),
-        tuple(Setting(size, int(size), {"vocabulary": 50257}) for size in ("1", "4")),
+        tuple(Setting(size, int(size), {"vocabulary": 50257}, 5) for size in ("1", "4")),
         _NARROW_GPT,
         _SMALL_GPT,
         (
