@@ -5,7 +5,7 @@ from ._case import MULTI_STEPS, MULTI_STEPS_DONATED, OURS, UNSPLIT, Case, Settin
 _LOOPS = ("plain loop", UNSPLIT, "Accelerate", "Fabric", OURS)
 _SIZES = ("1", "2", "4", "8", "16")
 _PIECES = ("1", "16", "128", "1024")
-_NARROW_GPT = {"width": 32, "layers": 1}
+_NARROW_GPT = {"width": 32, "layers": 1, "length": 16}
 _SMALL_GPT = {"width": 32, "layers": 1, "vocabulary": 61, "length": 8}
 
 CASES = {
