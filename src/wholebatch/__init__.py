@@ -13,6 +13,7 @@ from ._errors import (
     NonFiniteError,
     OptionError,
     OptionTypeError,
+    RankError,
     WholeBatchError,
 )
 from ._mean import Mean, Sum
@@ -29,6 +30,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "OptionTypeError",
+    "RankError",
     "Sum",
     "WholeBatchError",
     "__version__",

@@ -38,3 +38,20 @@ class BatchNormError(WholeBatchError, ValueError):
 
 class NonFiniteError(WholeBatchError, ArithmeticError):
     """A loss, a count or the gradient norm is infinite or not a number."""
+
+
+class RankError(WholeBatchError, RuntimeError):
+    """A process failed in a batch that several share, so that all of them raise.
+
+    Where it failed, the error that it met is the cause of this one.
+
+    Args:
+        message: what happened, and where.
+        rank: the process that failed, the first of them if there were several; None where it cannot be told.
+        out_of_memory: whether each process that failed ran out of memory, so that smaller pieces would help.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.out_of_memory = out_of_memory

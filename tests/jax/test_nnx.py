@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
+from modules import Net, loss_fn, make_net, plain
 from problems import assert_same, make_batch
 
 import wholebatch.jax
@@ -13,34 +14,6 @@ from wholebatch import Mean
 from wholebatch.jax.nnx import value_and_grad
 
 CUTS = [{}, {"micro_batch_size": 4}, {"micro_batch_size": 5}, {"num_micro_batches": 10}]
-
-
-class Net(nnx.Module):
-    def __init__(self, *, rate=0.0, norm=False, momentum=0.9, rngs):
-        self.hidden = nnx.Linear(3, 8, param_dtype=float, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=momentum, param_dtype=float, rngs=rngs) if norm else None
-        if norm:  # the layer itself makes them float32
-            self.norm.mean, self.norm.var = nnx.BatchStat(jnp.zeros(8)), nnx.BatchStat(jnp.ones(8))
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
-        self.head = nnx.Linear(8, 1, param_dtype=float, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.hidden(x)
-        if self.norm is not None:
-            x = self.norm(x)
-        return self.head(self.dropout(jnp.tanh(x)))[:, 0]
-
-
-def make_net(**options):
-    return Net(rngs=nnx.Rngs(0), **options)
-
-
-def loss_fn(model, x, y):
-    return jnp.mean((model(x) - y) ** 2)
-
-
-def plain(state):
-    return nnx.to_pure_dict(state)
 
 
 def test_the_front_end_is_reached_by_attribute():

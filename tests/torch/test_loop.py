@@ -4,9 +4,11 @@ import sys
 from collections import Counter
 
 import pytest
-from models import make_data, make_loss, make_model
+import torch
+from models import make_data, make_loss, make_model, take_gradients, whole_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reference import assert_exact
 from wholebatch import Mean
 from wholebatch.torch import Accumulator
 
@@ -125,3 +127,14 @@ def test_parameters_that_are_known_end_the_walk_through_the_graph():
         assert owned == []
     finally:
         sums.restore()
+
+
+class Marked(torch.Tensor):
+    """A loss of somebody's own type."""
+
+
+def test_a_loss_of_another_type_takes_the_way_that_its_type_decides():
+    model, data = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    Accumulator(model, micro_batch_size=3).backward(lambda b: make_loss(model)(b).as_subclass(Marked), data)
+    assert_exact(take_gradients(model), whole)

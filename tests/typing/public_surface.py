@@ -9,7 +9,18 @@ from torch import Tensor, nn
 import wholebatch.jax
 from wholebatch import Mean, Sum
 from wholebatch.recipes import linen, nnx, scan, torch_loop
-from wholebatch.torch import Accumulator, Report, Result, Window, backward, check, token_mean, windows
+from wholebatch.torch import (
+    Accumulator,
+    Comparison,
+    Report,
+    Result,
+    Window,
+    backward,
+    check,
+    compare_gradients,
+    token_mean,
+    windows,
+)
 
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,6 +47,8 @@ assert_type(backward([model, model], loss_fn, batch).metrics, dict[str, Tensor])
 assert_type(backward(model, loss_fn, batch, lengths=lambda b: [1, 2], micro_batch_tokens=8), Result)
 assert_type(check(model, loss_fn, batch), Report)
 assert_type(check(model, loss_fn, batch).exact, bool)
+assert_type(check(model, loss_fn, batch).exact_without_randomness, bool | None)
+assert_type(compare_gradients(model, {"weight": None}, world_size=2), Comparison)
 assert_type(list(windows([batch], 2)), list[Window])
 assert_type(Window([batch])[0], Any)
 assert_type(token_mean(torch.ones(1, 2, 3), torch.ones(1, 2)), Mean)
@@ -52,3 +65,6 @@ assert_type(torch_loop.train_with_accumulation(model, [batch], 0.1, 1, 4, max_no
 assert_type(linen.grad_accumulation_step(0.0, [jax.numpy.ones((2, 3))], [jax.numpy.ones(2)], 0.1), jax.Array)
 assert_type(scan.microbatched_grads(1.0, 0.0, [1.0], 0.0, 1.0), jax.Array)
 assert_type(nnx.main(rows_a=1), bool)
+wholebatch.jax.value_and_grad(len, data_axis=("slice", "data"), mesh=None)
+wholebatch.jax.grad(len, data_axis=0)  # type: ignore[arg-type]
+assert_type(wholebatch.jax.collectives(None).outside["all-reduce"], int)

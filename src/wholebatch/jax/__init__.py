@@ -11,12 +11,28 @@
 import importlib
 from typing import Any
 
+from .._comparison import Comparison
+from .._report import Report
 from . import _pytree
 from ._check import check
+from ._collectives import Collectives, collectives
+from ._compare import compare_gradients
 from ._multi_steps import MultiSteps, multi_steps
 from ._value_and_grad import grad, value_and_grad
 
-__all__ = ["MultiSteps", "check", "grad", "multi_steps", "nnx", "value_and_grad"]
+__all__ = [
+    "Collectives",
+    "Comparison",
+    "MultiSteps",
+    "Report",
+    "check",
+    "collectives",
+    "compare_gradients",
+    "grad",
+    "multi_steps",
+    "nnx",
+    "value_and_grad",
+]
 
 _pytree.register()
 

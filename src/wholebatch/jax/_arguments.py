@@ -54,29 +54,59 @@ class Arguments:
         self._cut = [bool(getattr(leaf, "shape", ())) for leaf in self._leaves]
         self.rows = self._shared_rows()
         self.batch = [jnp.asarray(leaf) for leaf, cut in zip(self._leaves, self._cut, strict=True) if cut]
+        self._others_at = [i for i in range(len(args)) if i not in (*self._diff_at, *self._keys_at, *self._batch_at)]
+        self._other_leaves, self._other_tree = jax.tree.flatten(self._given_besides())
+        uncut = [leaf for leaf, cut in zip(self._leaves, self._cut, strict=True) if not cut]
+        self.whole = [leaf for leaf in (*uncut, *self._other_leaves) if isinstance(leaf, Array)]
+
+    def paths(self) -> list[str]:
+        """What the user calls the arrays that are cut."""
+        positional, by_name = self._given_batch()
+        named = {self._names[i]: arg for i, arg in zip(self._batch_at, positional, strict=True)} | by_name
+        every = [
+            name + jax.tree_util.keystr(path)
+            for name, tree in named.items()
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        return [path for path, cut in zip(every, self._cut, strict=True) if cut]
 
     def call(
-        self, fun: Callable[..., Any], differentiated: tuple[Tree, ...], batch: list[Array], keys: tuple[Tree, ...]
+        self,
+        fun: Callable[..., Any],
+        differentiated: tuple[Tree, ...],
+        batch: list[Array],
+        keys: tuple[Tree, ...],
+        whole: list[Array] | None = None,
     ) -> Any:
         """`fun` with these in the places of what was given."""
-        rows = iter(batch)
-        leaves = [next(rows) if cut else leaf for leaf, cut in zip(self._leaves, self._cut, strict=True)]
-        positional, by_name = jax.tree.unflatten(self._tree, leaves)
+        rows, arrays = iter(batch), iter(self.whole if whole is None else whole)
+
+        def in_place(leaf: Any, cut: bool = False) -> Any:
+            return next(rows) if cut else next(arrays) if isinstance(leaf, Array) else leaf
+
+        positional, by_name = jax.tree.unflatten(self._tree, map(in_place, self._leaves, self._cut))
+        others, others_by_name = jax.tree.unflatten(self._other_tree, map(in_place, self._other_leaves))
         args = list(self._args)
         for places, values in (
             (self._diff_at, differentiated),
             (self._keys_at, keys),
             (self._batch_at, positional),
+            (self._others_at, others),
         ):
             for i, value in zip(places, values, strict=True):
                 args[i] = value
-        return fun(*args, **{**self._kwargs, **by_name})
+        return fun(*args, **others_by_name, **by_name)
 
     def _given_batch(self) -> Tree:
         missing = [name for name in self._batch_names if name not in self._kwargs]
         if missing:
             raise OptionError(f"batch_argnames holds {missing[0]!r}, which is not among the arguments given by name")
         return [self._args[i] for i in self._batch_at], {name: self._kwargs[name] for name in self._batch_names}
+
+    def _given_besides(self) -> Tree:
+        """What goes whole to each piece, besides what of the batch has no rows."""
+        by_name = {name: arg for name, arg in self._kwargs.items() if name not in self._batch_names}
+        return [self._args[i] for i in self._others_at], by_name
 
     def _refuse_overlap(self) -> None:
         roles = {"argnums": self._diff_at, "rng_argnums": self._keys_at, "batch_argnums": self._batch_at}

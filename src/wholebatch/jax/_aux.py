@@ -49,6 +49,10 @@ class Reduction:
         added = [_addend(node, mode, weight) for node, mode in nodes if mode in ("mean", "sum")]
         return added, [node for node, mode in nodes if mode in ("stack", "concat")]
 
+    def by_piece(self) -> Tree:
+        """Flags of the leaves that hold what each piece or row reported, in the structure of the aux."""
+        return jax.tree.unflatten(self._tree, [mode in ("stack", "concat") for mode in self._modes])
+
     def finish(
         self, added: list[Tree], weight: Array, kept: list[Array], kept_of_tail: list[Array] | None, cut: Cut
     ) -> Tree:

@@ -1,34 +1,32 @@
-"""Check: is a split exact on this function? Compute both gradients and compare them.
+"""Check: is a split exact on this function, and if not, why? Compute both gradients and compare them.
 
-    error = max |split - whole| / max |whole|
-
-over every entry of every parameter; in float64 where the function allows it.
+In float64 where the function allows it, in its own precision where it then fails.
 """
 
-import functools
-import math
-import sys
-from collections.abc import Callable, Iterator
-from functools import reduce
-from operator import add
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax import numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._errors import BatchError
-from .._mean import Mean, Sum
+from .._causes import Cause
+from .._diagnosis import Finding, diagnose
+from .._layouts import other_layouts
 from .._plan import check_sizes
-from .._report import Report, cuts_to_try, rows_to_use
-from .._terms import named_terms
+from .._report import Report, tolerance
+from .._rules import rows_matter
+from .._sample import cuts_to_try, rows_to_take, rows_to_use
 from ._arguments import Argnums, Arguments
+from ._bench import JaxBench
+from ._modules import Modules, is_module
 from ._tree import Tree
-from ._value_and_grad import value_and_grad
+from ._trial import NOTHING_OFF, Gradients, Trial, by_name, errors
 
-Gradients = dict[str, np.ndarray]
+Axes = list[int | None]
+"""The axis of each array's rows; None for one that goes whole to each piece."""
 
 
 def check(
@@ -40,7 +38,7 @@ def check(
     batch_argnums: Argnums | None = None,
     rng_argnums: Argnums = (),
 ) -> Report:
-    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
+    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
     Args:
         fun: as for `value_and_grad`, called as `fun(params, *batch)`.
@@ -57,75 +55,197 @@ def check(
     True
     """
     check_sizes(micro_batch_size, None)
-    fun, params = _functional(fun, params)
-    arguments = Arguments(
-        fun,
-        (params, *batch),
-        {},
-        argnums=0,
-        batch_argnums=batch_argnums,
-        batch_argnames=(),
-        rng_argnums=rng_argnums,
-    )
-    rows = rows_to_use(arguments.rows, micro_batch_size)
-    chosen = np.linspace(0, arguments.rows - 1, rows).round().astype(int)
-    args = arguments.call(lambda *args: args, (params,), [leaf[chosen] for leaf in arguments.batch], arguments.keys)
-    cuts = cuts_to_try(rows, micro_batch_size and -(-rows // micro_batch_size))
-    split = functools.partial(
-        value_and_grad, fun, has_aux=has_aux, batch_argnums=batch_argnums, rng_argnums=rng_argnums
-    )
+    job = _Check(fun, params, batch, micro_batch_size, has_aux, batch_argnums, rng_argnums)
     try:
         with jax.enable_x64(True):
-            return _compare(fun, has_aux, split, rows, cuts, _widened(args))
+            return job.report(_widest)
     except Exception:  # the function may insist on its own precision; if that is not it, it fails again
-        return _compare(fun, has_aux, split, rows, cuts, args)
-
-
-def _compare(
-    fun: Callable[..., Any],
-    has_aux: bool,
-    split: Callable[..., Callable[..., Any]],
-    rows: int,
-    cuts: list[int],
-    args: tuple[Any, ...],
-) -> Report:
-    def objective(*args: Any) -> Any:
-        """The whole batch's loss, plainly, on purpose: nothing of what is being judged."""
-        returned = fun(*args)
-        terms = named_terms(returned[0] if has_aux else returned).values()
-        return reduce(add, [term.value if isinstance(term, Mean | Sum) else term for term in terms])
-
-    whole = _by_name(jax.jit(jax.grad(objective))(*args))
-    if not any(gradient.any() for gradient in whole.values()):
-        raise BatchError(f"the gradient of these {rows} rows is zero everywhere: there is nothing to compare")
-    by_cut: dict[int, dict[str, float]] = {}
-    failure = None
-    for pieces in cuts:
         try:
-            _, gradients = jax.jit(split(num_micro_batches=pieces))(*args)
-            by_cut[pieces] = _errors(whole, _by_name(gradients))
-        except Exception as caught:  # the whole batch went well, so it is the split that is not borne
-            by_cut[pieces] = dict.fromkeys(whole, math.inf)
-            failure = f"{pieces} pieces: {type(caught).__name__}: {caught}"
-    least = _least_precise(jax.make_jaxpr(jax.grad(objective))(*args).jaxpr)
-    return Report.of(by_cut, dtype=str(least), eps=_eps(least), rows=rows, failure=failure)
+            return job.report(_as_it_is)
+        except Exception as error:
+            report = job.report_of_failure(error)
+            if report is None:
+                raise
+            return report
 
 
-def _functional(fun: Callable[..., Any], params: Tree) -> tuple[Callable[..., Any], Tree]:
-    """A function of arrays; a module, which only who uses NNX can have, is merged anew for every call."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(params, nnx.Pytree):
-        return fun, params
-    graphdef, state, rest = nnx.split(params, nnx.Param, ...)
+class _Check:
+    """One call of `check`."""
 
-    def of_state(state: Tree, *batch: Any) -> Any:
-        return fun(nnx.merge(graphdef, state, jax.tree.map(_widest, rest)), *batch)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        params: Tree,
+        batch: tuple[Any, ...],
+        size: int | None,
+        has_aux: bool,
+        batch_argnums: Argnums | None,
+        rng_argnums: Argnums,
+    ) -> None:
+        self._user_fun, self._size, self._has_aux = fun, size, has_aux
+        self._batch_argnums, self._rng_argnums = batch_argnums, rng_argnums
+        self._modules = Modules(params) if is_module(params) else None
+        self._fun = fun if self._modules is None else self._modules.function(fun)
+        self._params = params if self._modules is None else self._modules.params
+        self._arguments = Arguments(
+            self._fun,
+            (self._params, *batch),
+            {},
+            argnums=0,
+            batch_argnums=batch_argnums,
+            batch_argnames=(),
+            rng_argnums=rng_argnums,
+        )
 
-    return of_state, state
+    def report(self, prepare: Callable[[Any], Any]) -> Report:
+        """The verdict on the function as it is."""
+        trial = self._make_trial([0] * len(self._arguments.batch), prepare)
+        cuts = cuts_to_try(trial.rows, self._size and -(-trial.rows // self._size))
+        modules = self._modules
+        bench = JaxBench(
+            trial,
+            lambda eps: tolerance(eps, max(cuts)),
+            lambda off, allowed: self._exact_layout(off, allowed, prepare),
+            batch_norms=modules.batch_norms if modules else (),
+            state_matters=lambda first, allowed: modules is not None and self._state_matters(trial, first, allowed),
+            moves_statistics=lambda: self._moves_statistics(trial),
+            has_modes=modules is not None,
+        )
+        by_cut = bench.judge(cuts)
+        exact = bench.error <= bench.tolerance
+        return Report.of(
+            by_cut,
+            dtype=bench.dtype,
+            eps=bench.eps,
+            rows=trial.rows,
+            failure=bench.failure,
+            finding=None if exact else diagnose(bench),
+        )
+
+    def report_of_failure(self, error: Exception) -> Report | None:
+        """The verdict where already a few rows fail, if that is because they are no rows."""
+        with jax.enable_x64(True):
+            what = self._exact_layout(NOTHING_OFF, 1e-6, _widest)
+        what = what or self._exact_layout(NOTHING_OFF, 1e-6, _as_it_is)
+        if what is None:
+            return None
+        rows = rows_to_use(self._arguments.rows, self._size)
+        infinite = dict.fromkeys(by_name(self._params), float("inf"))
+        return Report.of(
+            dict.fromkeys(cuts_to_try(rows, None), infinite),
+            dtype="float64",
+            eps=0.0,
+            rows=rows,
+            failure=f"a few rows of it: {type(error).__name__}: {error}",
+            finding=Finding(("wrong-axis",), what),
+        )
+
+    def _make_trial(self, axes: Axes, prepare: Callable[[Any], Any]) -> Trial:
+        """Of a few rows, with the rows of each array on that axis."""
+        given = self._arguments.batch
+        whole: list[Any] = [prepare(leaf) if axis is None else None for leaf, axis in zip(given, axes, strict=True)]
+        cut = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(given, axes, strict=True) if axis is not None]
+        rows = rows_to_use(len(cut[0]), self._size)
+        chosen = np.asarray(rows_to_take(len(cut[0]), rows, _unusual_rows(cut)))
+
+        def placed(rows: list[Array]) -> list[Array]:
+            waiting = iter(rows)
+            return [
+                kept if axis is None else jnp.moveaxis(next(waiting), 0, axis)
+                for kept, axis in zip(whole, axes, strict=True)
+            ]
+
+        def fun(params: Tree, rows: list[Array], *keys: Tree) -> Any:
+            return self._arguments.call(self._fun, (params,), placed(rows), keys)
+
+        params = jax.tree.map(prepare, self._params)
+        part = [prepare(leaf[chosen]) for leaf in cut]
+        switch: Callable[[frozenset[Cause]], None] = lambda off: None  # noqa: E731
+        door = None
+        if self._modules is not None:
+            modules = self._modules
+            modules.widen = prepare
+
+            def switch(off: frozenset[Cause]) -> None:
+                modules.in_eval_mode = "batch-statistics" in off
+
+            if all(axis == 0 for axis in axes):
+
+                def door(pieces: int) -> Tree:
+                    return self._through_the_door(pieces, params, placed(part))
+
+        return Trial(fun, params, part, self._arguments.keys, has_aux=self._has_aux, switch=switch, door=door)
+
+    def _through_the_door(self, pieces: int, params: Tree, leaves: list[Array]) -> Tree:
+        """As a user of NNX would, on modules of its own: what a piece changes in them the next one sees."""
+        from . import nnx
+
+        assert self._modules is not None
+        cut = nnx.value_and_grad(
+            self._user_fun,
+            has_aux=self._has_aux,
+            num_micro_batches=pieces,
+            batch_norm="micro",
+            batch_argnums=self._batch_argnums,
+            rng_argnums=self._rng_argnums,
+        )
+        args = self._arguments.call(lambda *args: args, (params,), leaves, self._arguments.keys)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is split by pieces is what is being looked at
+            _, gradients = cut(self._modules.merged(params), *args[1:])
+        return gradients
+
+    def _state_matters(self, trial: Trial, first: Gradients, allowed: float) -> bool:
+        """Whether a call leaves a state in which the next one differs, but for random counts."""
+        left, _ = self._after_a_call(trial)
+        assert self._modules is not None
+        before, self._modules.rest = self._modules.rest, left
+        try:
+            return not max(errors(first, trial.whole()).values(), default=0.0) <= allowed
+        finally:
+            self._modules.rest = before
+
+    def _moves_statistics(self, trial: Trial) -> bool:
+        if self._modules is not None:
+            return self._after_a_call(trial)[1]
+        if not self._has_aux:
+            return False
+        reported = jax.eval_shape(lambda *args: trial.with_aux(*args)[1], *trial.arguments)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(reported)]
+        return any("batch_stats" in path for path in paths)  # Linen's name for what it hands out in training mode
+
+    def _after_a_call(self, trial: Trial) -> tuple[Tree, bool]:
+        modules, (params, rows, *keys) = self._modules, trial.arguments
+        assert modules is not None
+        modules.in_eval_mode = False
+        args = self._arguments.call(lambda *args: args, (params,), rows, tuple(keys))
+        return modules.after(lambda module: self._user_fun(module, *args[1:]), params)
+
+    def _exact_layout(self, off: frozenset[Cause], allowed: float, prepare: Callable[[Any], Any]) -> str | None:
+        """The first other layout of the batch in which a split is exact, in words."""
+        paths = self._arguments.paths()
+        shapes = {path: leaf.shape for path, leaf in zip(paths, self._arguments.batch, strict=True)}
+        for what, layout in other_layouts(shapes):
+            try:
+                trial = self._make_trial([layout[path] for path in paths], prepare)
+                exact = trial.rows > 1 and trial.error_without(off, [2, min(3, trial.rows)]) <= allowed
+                if exact and any(rows_matter(trial.rows, trial.view(term, off)) for term in trial.terms()):
+                    return what
+            except Exception:  # it cannot be meant like this
+                continue
+        return None
 
 
-def _widened(tree: Tree) -> Tree:
-    return jax.tree.map(_widest, tree)
+def _unusual_rows(leaves: list[Array]) -> list[int]:
+    """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
+    found = []
+    for leaf in leaves:
+        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            array = np.asarray(leaf)
+            empty = ((array == 0) | (array == -100)).reshape(len(array), -1).sum(1)
+            if empty.min() < empty.max():
+                found += [int(empty.argmin()), int(empty.argmax())]
+    return found
 
 
 def _widest(leaf: Any) -> Any:
@@ -135,40 +255,5 @@ def _widest(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.result_type(complex if jnp.iscomplexobj(leaf) else float))
 
 
-def _by_name(gradients: Tree) -> Gradients:
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return {jax.tree_util.keystr(path) or "params": np.asarray(leaf) for path, leaf in leaves}
-
-
-def _errors(whole: Gradients, split: Gradients) -> dict[str, float]:
-    """Each parameter's largest difference, over the largest entry of the model."""
-    scale = max(_largest(gradient) for gradient in whole.values())
-    scale = scale if 0 < scale < math.inf else 1.0
-    return {name: _largest(split[name] - whole[name]) / scale for name in whole}
-
-
-def _largest(entries: np.ndarray) -> float:
-    """The largest magnitude; infinite where an entry is not a number, so that comparisons do not lose it."""
-    magnitudes = np.abs(entries).astype(np.float64)
-    return float(np.nan_to_num(magnitudes, nan=math.inf, posinf=math.inf).max(initial=0.0))
-
-
-def _least_precise(jaxpr: Jaxpr) -> Any:
-    """The least precise floating point type that leads to a program's result."""
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    dtypes = {variable.aval.dtype for equation in _equations(jaxpr) for variable in equation.outvars}
-    return max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=_eps)
-
-
-def _eps(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda p: isinstance(p, Jaxpr | ClosedJaxpr)):
-            if isinstance(parameter, ClosedJaxpr):
-                yield from _equations(parameter.jaxpr)
-            elif isinstance(parameter, Jaxpr):
-                yield from _equations(parameter)
+def _as_it_is(leaf: Any) -> Any:
+    return leaf

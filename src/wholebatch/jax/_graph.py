@@ -36,7 +36,7 @@ class Graph:
         self.batch_norms = BatchNorms(self._nodes)
         chosen = [_under(str(i), filters[i]) for i in self._diff_at]
         self._filters = (*chosen, self.batch_norms.holds, ...)
-        self._graphdef, *states, self._statistics, self.state = _split(self._nodes, self._filters)
+        self._graphdef, *states, self.statistics, self.state = _split(self._nodes, self._filters)
         self._differentiated = dict(zip(self._diff_at, states, strict=True))
 
     def as_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -45,11 +45,11 @@ class Graph:
         return tuple(replaced), {name: None if name in self._nodes else arg for name, arg in kwargs.items()}
 
     def call(
-        self, fun: Callable[..., Any], state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fun: Callable[..., Any], statistics: State, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, State, State]:
         """`fun` with modules made of these states; what it returned, and the statistics and the state it left."""
         states = [nnx.State({str(i): args[i]}) for i in self._diff_at]
-        statistics = jax.tree.map(lambda leaf: leaf, self._statistics)  # as variables of this trace
+        statistics = jax.tree.map(lambda leaf: leaf, statistics)  # as variables of this trace
         nodes = nnx.merge(self._graphdef, *states, statistics, state)
         args = tuple(nodes[str(i)] if i in self.positions else arg for i, arg in enumerate(args))
         returned = fun(*args, **{name: nodes.get(name, arg) for name, arg in kwargs.items()})
@@ -57,15 +57,24 @@ class Graph:
         _refuse_other_variables(self.state, left)
         return returned, statistics, left
 
-    def statistics_seen(self, state: State, left: State, statistics: State) -> list[str]:
-        """The batch statistics that a call has written, by path; whoever writes them is in training mode."""
-        before = nnx.to_flat_state(nnx.merge_state(self._statistics, state))
-        after = dict(nnx.to_flat_state(nnx.merge_state(statistics, left)))
+    def statistics_seen(self, before: tuple[State, State], after: tuple[State, State]) -> list[str]:
+        """The batch statistics that a call has written, by path; whoever writes them is in training mode.
+
+        Args:
+            before: statistics and state before the call.
+            after: those it left.
+        """
+        left = dict(nnx.to_flat_state(nnx.merge_state(*after)))
         return [
             ".".join(map(str, path[1:]))
-            for path, variable in before
-            if isinstance(variable, nnx.BatchStat) and after[path].get_raw_value() is not variable.get_raw_value()
+            for path, variable in nnx.to_flat_state(nnx.merge_state(*before))
+            if isinstance(variable, nnx.BatchStat) and left[path].get_raw_value() is not variable.get_raw_value()
         ]
+
+    def written(self, before: State, after: State) -> State:
+        """The running statistics after a call, or none where it has not written any."""
+        kept = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        return nnx.State({}) if all(one is other for one, other in kept) else after
 
     def update(self, state: State, statistics: State) -> None:
         """Write both into the user's modules."""

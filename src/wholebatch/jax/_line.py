@@ -1,6 +1,6 @@
-"""The line of rooms: cut → local sums → finalise → result.
+"""The line of rooms: cut → local sums → agree → reduce → finalise → result.
 
-gradient = factor · Σ_k ∇T_k
+gradient = factor · Σ_devices Σ_k ∇T_k
 """
 
 from functools import reduce
@@ -16,7 +16,8 @@ from ._aux import Reduction, needs_two_shapes, of_only_piece
 from ._cut import Cut
 from ._function import Function, Outcome, Piece
 from ._keys import split_keys
-from ._sums import Pieces, SumDtype, Sums, in_dtype, sum_counts, sum_pieces
+from ._mesh import Devices
+from ._sums import Pieces, SumDtype, in_dtype, sum_counts, sum_pieces
 from ._tree import Tree
 from ._weights import Number, Weights, constants, counts_come_first
 
@@ -24,10 +25,10 @@ from ._weights import Number, Weights, constants, counts_come_first
 class Whole(NamedTuple):
     """What a batch came to."""
 
-    loss: Array
-    terms: dict[str, Array]
+    loss: Any
+    terms: Any
     aux: Tree
-    gradients: tuple[Tree, ...]
+    gradients: Any
     state: Tree
 
 
@@ -41,43 +42,52 @@ def whole_batch(
     *,
     accum_dtype: SumDtype,
     aux: Tree,
-) -> Whole:
+    devices: Devices,
+) -> tuple[Whole, Whole]:
     """The loss, what is reported besides, and the gradient of a batch, however it is cut.
+
+    With it come flags (in the same structure) of what is a device's own, as the rest is the same on all.
 
     Args:
         function: of a piece.
         differentiated: what the gradient is for.
-        batch: arrays that are cut.
+        batch: arrays that are cut, with this device's rows.
         keys: random keys that are split.
         state: handed from piece to piece.
-        cut: the plan.
+        cut: the plan of these rows.
         accum_dtype: what gradients are summed in.
         aux: how what is reported is reduced.
+        devices: who else has rows of the batch.
     """
-    if cut.pieces == 1:
-        return _only_piece(function, differentiated, Piece(batch, keys, state), accum_dtype, aux)
-    pieces = Pieces(cut, batch, split_keys(keys, cut.pieces))
+    if cut.pieces == devices.number == 1:
+        only = _only_piece(function, differentiated, Piece(batch, keys, state), accum_dtype, aux)
+        return only, Whole(False, False, False, False, False)
+    rows = cut.rows * devices.number
+    pieces = Pieces(cut, batch, devices.own_keys(split_keys(keys, cut.pieces)))
     shape = _shape(function, differentiated, pieces.equal(0, state))
     other, other_rows = _shape_for_other_rows(function, differentiated, pieces, state, aux, shape)
     reduction = Reduction(aux, shape.aux, cut.size, other, other_rows)
     narrow = _narrow(shape, differentiated)
     first = counts_come_first(function.kinds, narrow=narrow)
-    counts = sum_counts(function, differentiated, pieces, state) if first else {}
-    weights = Weights(function.kinds, cut.rows, counts, narrow=narrow)
-    sums, kept, kept_of_tail, state = sum_pieces(
+    counts = devices.sum(sum_counts(function, differentiated, pieces, state)) if first else {}
+    weights = Weights(function.kinds, rows, counts, narrow=narrow)
+    local, kept, kept_of_tail, state = sum_pieces(
         function, differentiated, pieces, state, weights, reduction, accum_dtype
     )
+    sums = devices.sum(local)
+    counts = counts or sums.counts
     terms = {
-        name: _quotient(total, _denominator(name, function, sums, cut)).astype(_dtype_of_term(name, shape))
+        name: _quotient(total, _denominator(name, function, counts, rows)).astype(_dtype_of_term(name, shape))
         for name, total in sums.totals.items()
     }
-    return Whole(
+    whole = Whole(
         _sum(terms),
         terms,
         reduction.finish(sums.aux, sums.aux_weight, kept, kept_of_tail, cut),
-        _finalise(sums.gradients, weights.factor(sums.counts), differentiated, accum_dtype),
+        _finalise(sums.gradients, weights.factor(counts), differentiated, accum_dtype),
         state,
     )
+    return whole, Whole(False, False, reduction.by_piece(), False, False)
 
 
 def _only_piece(
@@ -127,8 +137,8 @@ def _narrow(shape: Outcome, differentiated: tuple[Tree, ...]) -> bool:
     return in_16_bits or any(jnp.result_type(leaf) == jnp.float16 for leaf in jax.tree.leaves(differentiated))
 
 
-def _denominator(name: str, function: Function, sums: Sums, cut: Cut) -> Array | int:
-    return sums.counts.get(name, cut.rows if function.kinds[name] is Per.ROWS else 1)
+def _denominator(name: str, function: Function, counts: dict[str, Array], rows: int) -> Array | int:
+    return counts.get(name, rows if function.kinds[name] is Per.ROWS else 1)
 
 
 def _dtype_of_term(name: str, shape: Outcome) -> Any:

@@ -35,10 +35,10 @@ class BatchNorms:
         return path[:-1] in self._momenta and path[-1] in ("mean", "var")
 
     def pooled(self, pieces: State, sizes: list[int]) -> State:
-        """What the whole batch leaves, from what each piece left (along the leading axis)."""
+        """What the whole batch leaves, from what each piece left (along the leading axis), if it left any."""
         left = dict(nnx.to_flat_state(pieces))
         whole: dict[Path, Any] = {}
-        for path, momentum in self._momenta.items():
+        for path, momentum in self._momenta.items() if left else ():
             mean_path, var_path = (*path, "mean"), (*path, "var")
             mean = _weighted(left[mean_path].get_raw_value(), sizes)
             apart = jnp.square(left[mean_path].get_raw_value() - mean)

@@ -137,7 +137,9 @@ def _any(conditions: list[Array]) -> Array:
 
 
 def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, at_least_32_bits(shape.dtype)), shapes)
+    return jax.tree.map(
+        lambda shape: jnp.zeros(shape.shape, at_least_32_bits(shape.dtype), out_sharding=shape.sharding), shapes
+    )
 
 
 def in_dtype(dtype: Any, array: Array) -> Array:

@@ -4,15 +4,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
+from jax import Array
 from jax import numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import OptionError, OptionTypeError
 from .._plan import check_sizes
 from ._arguments import Argnums, Arguments
 from ._aux import modes_by_leaf
-from ._cut import Cut
 from ._function import Function, Piece
 from ._line import Whole, whole_batch
+from ._mesh import Axis, check_axis, devices_for
 from ._sums import SumDtype
 from ._tree import Tree
 
@@ -28,6 +30,8 @@ class Options(TypedDict, total=False):
     accum_dtype: SumDtype
     aux: Tree
     return_terms: bool
+    data_axis: Axis | None
+    mesh: Mesh | AbstractMesh | None
 
 
 def value_and_grad(
@@ -43,6 +47,8 @@ def value_and_grad(
     accum_dtype: SumDtype = "auto",
     aux: Tree = "auto",
     return_terms: bool = False,
+    data_axis: Axis | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Any]:
     """The loss of a whole batch and its gradient, on the memory of a micro-batch.
 
@@ -64,6 +70,9 @@ def value_and_grad(
         aux: how what is reported is reduced, a mode or a tree prefix of modes: "mean", "sum", "stack", "concat", or
             "auto" (entries of rows are put together, other integers summed, the rest averaged).
         return_terms: return `(loss, terms)` in place of the loss, with each term's share by name.
+        data_axis: the mesh axis (or several) that rows are sharded over. Each device sums its own rows, in pieces of
+            its share of the size, and gradients cross the wire once. Keys are folded with the device's index.
+        mesh: the mesh of `data_axis`; by default that of `jax.set_mesh`.
 
     >>> import jax
     >>> from jax import numpy as jnp
@@ -74,7 +83,7 @@ def value_and_grad(
     >>> float(loss), grads.shape
     (9.0, (3,))
     """
-    check_options(micro_batch_size, num_micro_batches, accum_dtype, aux)
+    check_options(micro_batch_size, num_micro_batches, accum_dtype, aux, data_axis, mesh)
 
     @functools.wraps(fun)
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
@@ -87,20 +96,28 @@ def value_and_grad(
             batch_argnames=batch_argnames,
             rng_argnums=rng_argnums,
         )
+        devices = devices_for(data_axis, mesh)
+        cut = devices.cut(arguments.rows, micro_batch_size, num_micro_batches)
 
-        def of_piece(differentiated: tuple[Tree, ...], piece: Piece) -> tuple[Any, Tree]:
-            return arguments.call(fun, differentiated, piece.batch, piece.keys), piece.state
+        def line(differentiated: tuple[Tree, ...], batch: list[Array], others: Tree) -> tuple[Whole, Whole]:
+            keys, whole = others
 
-        whole = whole_batch(
-            Function(of_piece, has_aux),
-            arguments.differentiated,
-            arguments.batch,
-            arguments.keys,
-            (),
-            Cut(arguments.rows, micro_batch_size, num_micro_batches),
-            accum_dtype=accum_dtype,
-            aux=aux,
-        )
+            def of_piece(differentiated: tuple[Tree, ...], piece: Piece) -> tuple[Any, Tree]:
+                return arguments.call(fun, differentiated, piece.batch, piece.keys, whole), ()
+
+            return whole_batch(
+                Function(of_piece, has_aux),
+                differentiated,
+                batch,
+                keys,
+                (),
+                cut,
+                accum_dtype=accum_dtype,
+                aux=aux,
+                devices=devices,
+            )
+
+        whole = devices.run(line, arguments.differentiated, arguments.batch, (arguments.keys, arguments.whole))
         gradients = whole.gradients[0] if isinstance(argnums, int) else whole.gradients
         return value_of(whole, has_aux, return_terms), gradients
 
@@ -134,9 +151,12 @@ def grad(
     return grad_of_fun
 
 
-def check_options(micro_batch_size: Any, num_micro_batches: Any, accum_dtype: Any, aux: Tree) -> None:
+def check_options(
+    micro_batch_size: Any, num_micro_batches: Any, accum_dtype: Any, aux: Tree, data_axis: Any, mesh: Any
+) -> None:
     """Refuse options that cannot be meant, before any call."""
     check_sizes(micro_batch_size, num_micro_batches)
+    check_axis(data_axis, mesh)
     if accum_dtype != "auto" and not _is_floating(accum_dtype):
         raise OptionTypeError(f'accum_dtype must be "auto" or a floating point dtype, got {accum_dtype!r}')
     if isinstance(aux, str):

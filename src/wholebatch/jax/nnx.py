@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
 from flax import nnx
+from jax import Array
 
 from .._errors import OptionError
-from . import _statistics as statistics
+from . import _statistics
 from ._arguments import Arguments
-from ._cut import Cut
 from ._function import Function, Piece
 from ._graph import Graph
-from ._line import whole_batch
+from ._line import Whole, whole_batch
+from ._mesh import devices_for
+from ._replicas import refuse_what_differs, with_keys_of, with_own_keys
 from ._tree import Tree
 from ._value_and_grad import Options, check_options, value_of
 
@@ -55,7 +57,8 @@ def value_and_grad(
         raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
     micro_batch_size, num_micro_batches = options.get("micro_batch_size"), options.get("num_micro_batches")
     accum_dtype, aux = options.get("accum_dtype", "auto"), options.get("aux", "auto")
-    check_options(micro_batch_size, num_micro_batches, accum_dtype, aux)
+    data_axis, mesh = options.get("data_axis"), options.get("mesh")
+    check_options(micro_batch_size, num_micro_batches, accum_dtype, aux, data_axis, mesh)
     warned = False
 
     @functools.wraps(fun)
@@ -73,30 +76,48 @@ def value_and_grad(
             rng_argnums=options.get("rng_argnums", ()),
             whole_argnums=[i for i in graph.positions if i not in filters],
         )
-        cut = Cut(arguments.rows, micro_batch_size, num_micro_batches)
+        devices = devices_for(data_axis, mesh)
+        cut = devices.cut(arguments.rows, micro_batch_size, num_micro_batches)
+        sizes = cut.sizes * devices.number
 
-        def of_piece(differentiated: tuple[Tree, ...], piece: Piece) -> tuple[Any, Tree]:
-            def with_modules(*args: Any, **kwargs: Any) -> Any:
-                return graph.call(fun, piece.state, args, kwargs)
+        def line(differentiated: tuple[Tree, ...], batch: list[Array], others: Tree) -> tuple[Whole, Whole]:
+            keys, whole, statistics, state = others
 
-            returned, left_statistics, left = arguments.call(with_modules, differentiated, piece.batch, piece.keys)
-            if cut.pieces > 1:
-                judge(graph.statistics_seen(piece.state, left, left_statistics))
-            loss, reported = returned if has_aux else (returned, ())
-            return (loss, (reported, left_statistics)), left
+            def of_piece(differentiated: tuple[Tree, ...], piece: Piece) -> tuple[Any, Tree]:
+                def with_modules(*args: Any, **kwargs: Any) -> Any:
+                    return graph.call(fun, statistics, piece.state, args, kwargs)
 
-        whole = whole_batch(
-            Function(of_piece, has_aux=True),
-            arguments.differentiated,
-            arguments.batch,
-            arguments.keys,
-            graph.state,
-            cut,
-            accum_dtype=accum_dtype,
-            aux=(aux, "stack"),
-        )
+                returned, *left = arguments.call(with_modules, differentiated, piece.batch, piece.keys, whole)
+                if len(sizes) > 1:
+                    judge(graph.statistics_seen((statistics, piece.state), left))
+                loss, reported = returned if has_aux else (returned, ())
+                return (loss, (reported, graph.written(statistics, left[0]))), left[1]
+
+            function = Function(of_piece, has_aux=True)
+            own_state = with_own_keys(state, devices.own_keys)
+            came_to, own = whole_batch(
+                function,
+                differentiated,
+                batch,
+                keys,
+                own_state,
+                cut,
+                accum_dtype=accum_dtype,
+                aux=(aux, "stack"),
+                devices=devices,
+            )
+            if devices.number > 1:
+
+                def step(state: Tree, own: Tree) -> Tree:
+                    return function(differentiated, Piece(own[0], own[1], state)).state
+
+                refuse_what_differs(step, own_state, (cut.piece(batch, 0), keys))
+            return came_to._replace(state=with_keys_of(came_to.state, state)), own
+
+        others = arguments.keys, arguments.whole, graph.statistics, graph.state
+        whole = devices.run(line, arguments.differentiated, arguments.batch, others)
         reported, left_statistics = whole.aux
-        graph.update(whole.state, graph.batch_norms.pooled(left_statistics, cut.sizes))
+        graph.update(whole.state, graph.batch_norms.pooled(left_statistics, sizes))
         gradients = whole.gradients if isinstance(argnums, Sequence) else whole.gradients[0]
         whole = whole._replace(aux=reported)
         return value_of(whole, has_aux, options.get("return_terms", False)), gradients
@@ -104,10 +125,10 @@ def value_and_grad(
     def judge(written: list[str]) -> None:
         nonlocal warned
         if written and batch_norm == "refuse":
-            statistics.refuse(written)
+            _statistics.refuse(written)
         if written and not warned:
             warned = True
-            statistics.warn(written)
+            _statistics.warn(written)
 
     return value_and_grad_of_fun
 

@@ -7,10 +7,12 @@
 >>> loss = backward(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y), micro_batch_size=16).loss
 """
 
+from .._comparison import Comparison
 from .._report import Report
 from . import _pytree
 from ._accumulator import Accumulator, backward
 from ._check import check
+from ._compare import compare_gradients
 from ._evaluate import evaluate
 from ._rates import scale_lr
 from ._result import Result
@@ -20,12 +22,14 @@ from ._window import Window, windows
 
 __all__ = [
     "Accumulator",
+    "Comparison",
     "History",
     "Report",
     "Result",
     "Window",
     "backward",
     "check",
+    "compare_gradients",
     "evaluate",
     "scale_lr",
     "token_mean",

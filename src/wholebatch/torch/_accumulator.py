@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
+from ._agree import Share
 from ._batch import OpenBatch, summed_counts
 from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._peers import Alone
+from ._processes import Sync, processes_of
 from ._regroup import ByLength, LengthFunction, Regrouped, TrimFunction
 from ._result import Result
 from ._state import Snapshot
@@ -33,7 +36,8 @@ class Accumulator:
     """Computes the gradient of a whole batch on the memory of one of its pieces.
 
     Args:
-        model: a module, several modules, or an iterable of parameters.
+        model: a module, several modules, or an iterable of parameters. With `DistributedDataParallel` or `fully_shard`
+            the batch is that of all processes, each of which holds some of its rows, or none.
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
             stays as it is.
         num_micro_batches: the number of pieces, instead. Without any of these, the batch is one piece.
@@ -49,6 +53,9 @@ class Accumulator:
             "micro"-batch, with running statistics that follow the whole batch.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
+        sync: when a model of several processes sends gradients: "once" per batch, after its last piece; with DDP, in
+            "overlap" with the backward of the last piece; with `fully_shard` also for "every" piece, which sends more
+            and holds less.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,6 +85,7 @@ class Accumulator:
         in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
+        sync: Sync = "once",
     ) -> None:
         self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
         self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
@@ -89,7 +97,10 @@ class Accumulator:
             raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
         if on_nonfinite not in ("raise", "skip", "keep"):
             raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
+        if sync not in ("once", "overlap", "every"):
+            raise OptionError(f'sync must be "once", "overlap" or "every", got {sync!r}')
         self._model = Model(model)
+        self._sync: Sync = sync
         self._accum_dtype = accum_dtype
         self._in_place = in_place
         self._batch_norm = batch_norm
@@ -152,13 +163,14 @@ class Accumulator:
             loss: what a loss function may return.
             rows: rows of the piece, needed for a scalar loss.
         """
-        with self._discarding():
+        batch = self._open or self._new_batch(in_a_loop=True)
+        with batch.agreement.together(), self._discarding():
             rows = None if rows is None else positive_integer("rows", rows, least=0)
             if self._open is None:
                 statistics.refuse(statistics.keepers(self._model), in_a_loop=True)
-                self._open = OpenBatch(require(self._model.parameters()))
-                self._open.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
-            self._open.add(loss, rows)
+                self._begin_loop(batch)
+            batch.processes.check_apart()
+            batch.add(loss, rows)
 
     def finish(
         self,
@@ -192,44 +204,60 @@ class Accumulator:
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
             if not callable(function):
                 raise OptionTypeError(f"{name} must be a function of a piece, got {type(function).__name__}")
-        pieces = self._cut(batch)
-        parameters = require(self._model.parameters())
-        device = only_device(parameters)
-        pooled = self._statistics_to_pool(len(pieces))
-        self._open = OpenBatch(parameters, Snapshot(self._model, parameters))
-        with self._discarding():
-            self._open.begin(
-                rows=pieces.rows,
-                num_micro_batches=len(pieces),
-                counts=counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces]),
+        opened = self._new_batch()
+        processes = opened.processes
+        with opened.agreement.together(), self._discarding():
+            self._open = opened
+            pieces = self._cut(batch, may_be_empty=processes.shared)
+            pooled = self._statistics_to_pool(len(pieces) * processes.world)
+            summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
+            own = Share(pieces.rows, len(pieces), summed)
+            whole = opened.agreement.before(own)
+            opened.begin(
+                own,
+                whole,
                 sum_dtype=self._accum_dtype,
                 scaler=scaler,
                 ignored_labels=self._ignored_labels(batch),
             )
-            with statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
-                for piece, rows in pieces.on(device):
+            device = only_device(opened.parameters)
+            with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
+                turns = whole.turns or len(pieces)
+                for turn, (piece, rows) in enumerate(pieces.turns(turns, device), start=1):
                     start_piece()
-                    self._open.add(loss_fn(piece), rows)
+                    last = turn == turns
+                    if last and processes.overlaps:
+                        opened.agreement.between()
+                    processes.turn(last)
+                    add = opened.add if turn <= len(pieces) else opened.add_nothing
+                    add(loss_fn(piece), rows, last)
+                if not turns and processes.overlaps:
+                    opened.agreement.between()
 
-    def _cut(self, batch: Any) -> Cut:
+    def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
         sizes = self._micro_batch_size, self._num_micro_batches
-        return Cut(batch, *sizes) if self._by_length is None else Regrouped(batch, self._by_length, *sizes)
+        if self._by_length is None:
+            return Cut(batch, *sizes, may_be_empty=may_be_empty)
+        return Regrouped(batch, self._by_length, *sizes, may_be_empty=may_be_empty)
 
     def _finish(self, step: Step) -> Result:
-        batch = self._open
-        if batch is None:
-            raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
-        try:
-            result, verdict = batch.close(step, self._on_nonfinite)
-            refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
-            if refused:
-                batch.skip()
-            else:
-                batch.commit()
-        except BaseException:
-            self.discard()
-            step.abandon()
-            raise
+        batch = self._open or self._new_batch(in_a_loop=True)
+        with batch.agreement.together():
+            if self._open is None:
+                if not batch.processes.shared:
+                    raise BatchError("nothing was added: call .add(loss) for each piece before .finish()")
+                self._begin_loop(batch)
+            try:
+                result, verdict = batch.close(step, self._on_nonfinite)
+                refused = verdict.nonfinite is not None or bool(step.optimizers and verdict.counted_nothing)
+                if refused:
+                    batch.skip()
+                else:
+                    batch.commit()
+            except BaseException:
+                self.discard()
+                step.abandon()
+                raise
         self._open = None
         stepped = False
         if refused:
@@ -238,6 +266,20 @@ class Accumulator:
             stepped = step.take(batch.parameters)
         self.skipped += refused or (bool(step.optimizers) and not stepped)
         return dataclasses.replace(result, stepped=stepped)
+
+    def _new_batch(self, *, in_a_loop: bool = False) -> OpenBatch:
+        # first, as it brings parameters into the state in which they are found; a loop does not know its last piece
+        processes = self._processes("once" if in_a_loop and self._sync == "overlap" else self._sync)
+        processes.refuse()
+        parameters = require(self._model.parameters())
+        return OpenBatch(parameters, processes, None if in_a_loop else Snapshot(self._model, parameters))
+
+    def _begin_loop(self, batch: OpenBatch) -> None:
+        self._open = batch
+        batch.begin(sum_dtype=self._accum_dtype, scaler=self._scaler)
+
+    def _processes(self, sync: Sync) -> Alone:
+        return processes_of(self._model, sync)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -282,6 +324,7 @@ class Options(TypedDict, total=False):
     in_place: InPlace
     batch_norm: Literal["refuse", "micro"]
     on_nonfinite: Literal["raise", "skip", "keep"]
+    sync: Sync
 
 
 def backward(

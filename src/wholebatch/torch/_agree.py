@@ -1,11 +1,257 @@
-"""Agree: what every process contributed, learned by all of them in one small exchange.
+"""Agree: what every process contributed, learned by all of them in small exchanges.
 
-One process has nobody to ask: what it summed is the whole batch's.
+    T = Σ_ranks T_rank,   C = Σ_ranks C_rank
+
+Before the first piece they tell their rows and counts, which are denominators; after the last one their totals. A
+process that failed says so instead, and all of them raise. One process has nobody to ask: its totals are the batch's.
 """
 
-from ._totals import Totals
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import BatchError, LossError, RankError
+from .._terms import Per
+from ._host import read_once
+from ._ledger import Ledger
+from ._loss import Count, Number
+from ._peers import Alone, Message, is_lost, lost
+from ._sums import GradientSums
+from ._totals import Total, Totals
+
+WORDS = 1000
+"""Characters of an error that are told to the other processes."""
 
 
-def agree(totals: Totals) -> Totals:
-    """The totals and counts of the global batch."""
-    return totals
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much of a batch there is, in one process or in all of them; None where it is not known beforehand.
+
+    Args:
+        rows: how many.
+        pieces: how many.
+        counts: each term's, where `counts=` gave them.
+        turns: how many pieces each process has to run; None where it is as many as it has.
+    """
+
+    rows: int | None = None
+    pieces: int | None = None
+    counts: dict[str, Count] | None = None
+    turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the pieces of all processes came to.
+
+    Args:
+        totals: theirs, added up.
+        rows: None where they cannot be told.
+        untouched: positions of the shared parameters that no process has reached.
+        nonfinite: what one of them found that is infinite or not a number, in words.
+    """
+
+    totals: Totals
+    rows: int | None
+    untouched: list[int]
+    nonfinite: str | None
+
+
+class Agreement:
+    """The exchanges of one batch.
+
+    Args:
+        processes: who takes part.
+    """
+
+    def __init__(self, processes: Alone) -> None:
+        self._processes = processes
+        self._over = not processes.shared
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails within, fails in every process: the others learn of it where they would have agreed."""
+        try:
+            yield
+        except BaseException as error:
+            if self._over:
+                raise
+            self._over = True
+            told = _failures(self._processes.told_failures())
+            if self._processes.in_step and not told and is_lost(error):
+                raise lost(error) from error
+            failures = told or _failures(self._processes.tell_failure(_told_failure(error)))
+            self._processes.reset()
+            if isinstance(error, Exception):
+                raise _rank_error(failures) from error
+            raise
+
+    def before(self, share: Share) -> Share:
+        """The whole batch's share; afterwards the processes are ready for its first piece."""
+        if self._over:
+            self._processes.begin(self._processes.clean)
+            return share
+        names = list(share.counts or {})
+        counts = _on_host([] if share.counts is None else list(share.counts.values()))
+        every = self._exchange(
+            {
+                "rows": share.rows,
+                "pieces": share.pieces,
+                "counts": dict(zip(names, counts, strict=True)),
+                "clean": self._processes.clean,
+            }
+        )
+        each = [message["pieces"] for message in every]
+        if not any(each):
+            self._over = True
+            raise BatchError(f"the batch is empty: it has 0 rows in each of {len(every)} processes")
+        try:
+            turns = self._processes.turns(each)
+        except BatchError:  # in every process
+            self._over = True
+            raise
+        self._processes.begin(all(message["clean"] for message in every))
+        whole_counts = None if share.counts is None else _summed([message["counts"] for message in every])
+        return Share(_sum_if_known([message["rows"] for message in every]), sum(each), whole_counts, turns)
+
+    def between(self) -> None:
+        """All is well so far; asked where nobody can be asked from here on, until the last backward is over."""
+        if not self._over:
+            self._exchange({})
+            self._processes.in_step = True
+
+    def after(self, ledger: Ledger, sums: GradientSums, judge: Callable[[Totals], str | None]) -> Whole:
+        """What the pieces of all processes came to.
+
+        Args:
+            ledger: what this process's came to.
+            sums: their gradients.
+            judge: looks at the totals of this process; raises, or says what is not finite.
+        """
+        totals = ledger.totals()
+        if self._over:
+            return Whole(totals, ledger.rows, self._processes.untouched(sums), None)
+        nonfinite = judge(totals)
+        untouched = sum(1 << i for i in self._processes.untouched(sums))
+        every = self._exchange(
+            {
+                "pieces": ledger.pieces,
+                "rows": ledger.rows,
+                "terms": _told(totals.terms),
+                "metrics": _told(totals.metrics),
+                "nonfinite": nonfinite,
+                "untouched": f"{untouched:x}" if ledger.pieces else "",
+            }
+        )
+        self._over = True
+        having_pieces = [message for message in every if message["pieces"]]
+        if not having_pieces:
+            raise BatchError("nothing was added in any process: call .add(loss) for each piece before .finish()")
+        untouched = reduce(and_, (int(message["untouched"], 16) for message in having_pieces))
+        return Whole(
+            Totals(
+                _added([message["terms"] for message in having_pieces], self._processes.device),
+                _added([message["metrics"] for message in having_pieces], self._processes.device),
+            ),
+            _sum_if_known([message["rows"] for message in every]),
+            [i for i in range(untouched.bit_length()) if untouched >> i & 1],
+            next((f"{m['nonfinite']} on rank {rank}" for rank, m in enumerate(every) if m.get("nonfinite")), None),
+        )
+
+    def _exchange(self, message: Message) -> list[Message]:
+        try:
+            every = self._processes.gather(message)
+            failures = _failures(every)
+            if failures:
+                self._processes.reset()
+                raise _rank_error(failures)
+        except BaseException:
+            self._over = True
+            raise
+        return every
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether smaller pieces might help."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _told_failure(error: BaseException) -> Message:
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return {"failure": words[:WORDS], "memory": is_out_of_memory(error)}
+
+
+def _failures(every: list[Message]) -> dict[int, Message]:
+    return {rank: message for rank, message in enumerate(every) if "failure" in message}
+
+
+def _rank_error(failures: dict[int, Message]) -> RankError:
+    first, *others = failures
+    besides = f" (and {len(others)} more: {', '.join(map(str, others))})" if others else ""
+    return RankError(
+        f"rank {first}{besides} failed in a batch that it shares: {failures[first]['failure']}; no process has changed "
+        "its gradients",
+        rank=first,
+        out_of_memory=all(failure["memory"] for failure in failures.values()),
+    )
+
+
+def _told(terms: dict[str, Total]) -> dict[str, Any]:
+    """Terms as numbers, in one read."""
+    numbers = _on_host([number for term in terms.values() for number in (term.total, term.count)])
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return {
+        name: [term.per.value, total, count, str(term.total.dtype).removeprefix("torch.")]
+        for (name, term), (total, count) in zip(terms.items(), pairs, strict=True)
+    }
+
+
+def _added(every: list[dict[str, Any]], device: torch.device) -> dict[str, Total]:
+    """The terms that processes told, added up."""
+    kinds = [{name: told[0] for name, told in terms.items()} for terms in every]
+    if any(kind != kinds[0] for kind in kinds):
+        other = next(kind for kind in kinds if kind != kinds[0])
+        raise LossError(
+            f"the loss differs between processes, by what is divided by what: {kinds[0]} and {other}; return the same "
+            "terms and metrics, of the same kinds, in every process"
+        )
+    return {name: _added_term([terms[name] for terms in every], device) for name in every[0]}
+
+
+def _added_term(every: list[list[Any]], device: torch.device) -> Total:
+    per = Per(every[0][0])
+    total, count = (_sum([told[column] for told in every]) for column in (1, 2))
+    dtype = reduce(torch.promote_types, [getattr(torch, told[3]) for told in every])
+    on_device = torch.tensor(total, dtype=dtype, device=device)
+    return Total(per, on_device, 1 if per is Per.NOTHING else count, on_device.new_zeros(0), None)
+
+
+def _summed(every: list[dict[str, Number]]) -> dict[str, Count]:
+    names = list(dict.fromkeys(name for counts in every for name in counts))
+    return {name: _sum([counts[name] for counts in every if name in counts]) for name in names}
+
+
+def _sum(numbers: list[Number]) -> Number:
+    """Whole numbers stay whole."""
+    return sum(numbers) if all(isinstance(number, int) for number in numbers) else _float_sum(numbers)
+
+
+def _float_sum(numbers: list[Number]) -> float:
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(map(float, numbers))
+
+
+def _sum_if_known(numbers: list[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _on_host(numbers: list[Count | Tensor]) -> list[Number]:
+    tensors = iter(read_once([number for number in numbers if isinstance(number, Tensor)]))
+    return [next(tensors).item() if isinstance(number, Tensor) else number for number in numbers]

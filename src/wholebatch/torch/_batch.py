@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from .._errors import CountError, NonFiniteError
-from ._agree import agree
+from ._agree import Agreement, Share
 from ._finalise import finalise, norm_of
 from ._host import read_once
 from ._ledger import Ledger
 from ._loss import Count, read
-from ._reduce import reduce
+from ._peers import Alone
 from ._result import Result
 from ._series import Series
 from ._state import Snapshot
 from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
+from ._totals import Totals
 from ._verdict import Verdict, judge
-from ._weights import Weights
+from ._weights import Pass, Weights, nothing
 
 
 class OpenBatch:
@@ -32,20 +33,22 @@ class OpenBatch:
 
     Args:
         parameters: the model's.
+        processes: who shares the batch.
         surroundings: what the pieces disturb besides gradients, where the library runs them.
     """
 
-    def __init__(self, parameters: list[Tensor], surroundings: Snapshot | None = None) -> None:
+    def __init__(self, parameters: list[Tensor], processes: Alone, surroundings: Snapshot | None = None) -> None:
         self.parameters = parameters
         self._surroundings = surroundings
-        self.sums = GradientSums()
+        self.processes = processes
+        self.agreement = Agreement(processes)
+        self.sums = GradientSums(adopts=not processes.sharded)  # with shards, leaves are made for each forward
 
     def begin(
         self,
+        own: Share = Share(),  # noqa: B008 - it cannot be changed
+        whole: Share = Share(),  # noqa: B008
         *,
-        rows: int | None = None,
-        num_micro_batches: int | None = None,
-        counts: dict[str, Count] | None = None,
         sum_dtype: SumDtype = "auto",
         scaler: Any = None,
         ignored_labels: Tensor | None = None,
@@ -53,65 +56,62 @@ class OpenBatch:
         """Take over the gradients.
 
         Args:
-            rows: rows of the whole batch, where they are known beforehand.
-            num_micro_batches: the number of pieces, where it is known beforehand.
-            counts: each term's count over the whole batch, where `counts=` gave them.
+            own: what is known beforehand of this process's part of the batch: nothing in a loop.
+            whole: and of the whole batch.
             sum_dtype: what gradients are summed in where there are several pieces.
             scaler: a `GradScaler` whose scale the gradients are to have while they are summed.
             ignored_labels: a flag on the device, whether the batch's labels hold -100.
         """
-        self._counts = counts
+        self._own_counts, self._counts = own.counts, whole.counts
         self._scale = None if scaler is None else loss_scale(scaler, self.parameters[0].device)
-        self._in_a_loop = num_micro_batches is None
+        self._in_a_loop = own.pieces is None
         self._ignored_labels = ignored_labels
-        self._ledger = Ledger(num_micro_batches)
+        self._ledger = Ledger(own.pieces)
         self._weights = Weights(
-            rows,
-            num_micro_batches,
-            counts,
+            whole.rows,
+            whole.pieces,
+            self._counts,
             loss_scale=self._scale,
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self.parameters),
+            divided_last=self.processes.sharded or self.processes.overlaps,
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
-        self.sums.begin(self.parameters, None if num_micro_batches == 1 and scaler is None else sum_dtype)
+        single = own.pieces == 1 and scaler is None
+        self.sums.begin(self.parameters, None if single or self.processes.sharded else sum_dtype)
 
-    def add(self, returned: Any, rows: int | None) -> None:
+    def add(self, returned: Any, rows: int | None, last: bool = False) -> None:
         """Read a piece's loss, run its backward, and keep its numbers."""
         reading = read(returned, rows)
         self._ledger.enter(reading, rows)
         main, aside = self._weights.passes(reading)
         if not main.values and not aside.values:
             self._ledger.graphless.append(self._ledger.pieces)
-        self.sums.add(main, aside)
+            if self.processes.lockstep:
+                main = nothing(reading)
+        self.sums.add(main.carrying(self.processes.carried(self.sums)) if last else main, aside)
+
+    def add_nothing(self, returned: Any, rows: int | None, last: bool = False) -> None:
+        """Run the backward of a piece that was added before, without adding anything."""
+        self.sums.add(nothing(read(returned, rows)), Pass([], []))
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""
         if self._in_a_loop and not (step.scaler is None and self._scale is None):
             self.sums.scale(self._ratio_of_scales(step.scaler))
-        totals = agree(self._ledger.totals())
-        reduce(self.sums)
-        norm = finalise(self.sums, self._weights.factor(totals), None if step.scaler else step.max_norm)
         looking = on_nonfinite != "keep" and step.scaler is None
-        verdict = judge(
-            totals,
-            declared=self._counts,
-            graphless=self._ledger.graphless,
-            norm=norm,
-            ignored_labels=self._ignored_labels if self._ledger.counts_rows_only else None,
-            look_for_nonfinite=looking,
-        )
+        self.processes.settle(self.sums)
+        whole = self.agreement.after(self._ledger, self.sums, lambda own: self._judge_own(own, on_nonfinite, looking))
+        factor = self.processes.reduce(self.sums, self._weights.factor(whole.totals), whole.untouched)
+        norm = finalise(self.sums, factor, None if step.scaler else step.max_norm)
+        verdict = self._judge(whole.totals, self._counts, looking, norm)
+        if whole.nonfinite:
+            verdict = dataclasses.replace(verdict, nonfinite=whole.nonfinite)
         if verdict.counted_nothing:
             self.sums.forget()
-        elif verdict.doubtful and not verdict.nonfinite and not self._finite():
-            verdict = dataclasses.replace(verdict, nonfinite=f"{verdict.doubtful}, and so is its gradient")
-        if verdict.nonfinite and on_nonfinite == "raise":
-            raise NonFiniteError(
-                f"{verdict.nonfinite}; .grad is as it was before the batch "
-                '(on_nonfinite="skip" goes on without a step, "keep" does not look)'
-            )
+        _raise_nonfinite(verdict, on_nonfinite)
         if step.scaler is not None and step.optimizers and not verdict.counted_nothing:
             norm = step.unscale_and_clip(self.sums)
-        return Result.of(totals, verdict, self._ledger, norm), verdict
+        return Result.of(whole.totals, verdict, whole.rows, self._ledger.pieces, norm), verdict
 
     def commit(self) -> None:
         """Leave the gradient in `.grad`."""
@@ -129,6 +129,27 @@ class OpenBatch:
         if self._surroundings is not None:
             self._surroundings.restore()
 
+    def _judge_own(self, totals: Totals, on_nonfinite: str, looking: bool) -> str | None:
+        """What is not finite in this process's pieces, where others share the batch and have to know."""
+        verdict = self._judge(totals, self._own_counts, looking)
+        _raise_nonfinite(verdict, on_nonfinite)
+        return verdict.nonfinite
+
+    def _judge(
+        self, totals: Totals, declared: dict[str, Count] | None, looking: bool, norm: Tensor | None = None
+    ) -> Verdict:
+        verdict = judge(
+            totals,
+            declared=declared,
+            graphless=self._ledger.graphless,
+            norm=norm,
+            ignored_labels=self._ignored_labels if self._ledger.counts_rows_only else None,
+            look_for_nonfinite=looking,
+        )
+        if verdict.doubtful and not verdict.counted_nothing and not verdict.nonfinite and not self._finite():
+            return dataclasses.replace(verdict, nonfinite=f"{verdict.doubtful}, and so is its gradient")
+        return verdict
+
     def _finite(self) -> bool:
         """Whether the gradients are; asked only where a piece gives reason to doubt it, as it costs another read."""
         given, adopted = self.sums.gradients()
@@ -141,6 +162,14 @@ class OpenBatch:
         return now if self._scale is None else now / self._scale
 
 
+def _raise_nonfinite(verdict: Verdict, on_nonfinite: str) -> None:
+    if verdict.nonfinite and on_nonfinite == "raise":
+        raise NonFiniteError(
+            f"{verdict.nonfinite}; .grad is as it was before the batch "
+            '(on_nonfinite="skip" goes on without a step, "keep" does not look)'
+        )
+
+
 def summed_counts(pieces: list[dict[str, Count]]) -> dict[str, Count]:
     """What `counts=` said of every piece, over the batch."""
     for piece, counts in enumerate(pieces, start=1):
@@ -148,7 +177,7 @@ def summed_counts(pieces: list[dict[str, Count]]) -> dict[str, Count]:
             raise CountError(
                 f"counts= names {', '.join(pieces[0])} for piece 1 and {', '.join(counts)} for piece {piece}"
             )
-    sums = {name: Series(len(pieces)) for name in pieces[0]}
+    sums = {name: Series(len(pieces)) for name in (pieces[0] if pieces else ())}
     for counts in pieces:
         for name, count in counts.items():
             sums[name].append(count)

@@ -1,35 +1,30 @@
-"""Check: is a split exact on this model? Compute both gradients and compare them.
+"""Check: is a split exact on this model, and if not, why? Compute both gradients and compare them.
 
-    error = max |split - whole| / max |whole|
-
-over every entry of every parameter; in float64 where the model allows it.
+In float64 where the model allows it, in the model's own precision where the loss then fails.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .._diagnosis import Finding, diagnose
 from .._errors import BatchError
 from .._plan import balanced, check_sizes
-from .._report import Report, cuts_to_try, rows_to_use
-from .._terms import Per
-from ._accumulator import Accumulator
+from .._report import Report, tolerance
+from .._sample import cuts_to_try, rows_to_use
+from ._bench import TorchBench, exact_layout
 from ._cut import rows_of, spread_rows, to_device
-from ._loss import LossFunction, read
+from ._loss import LossFunction
 from ._model import Model, only_device
+from ._processes import processes_of
+from ._randomness import OwnGenerators, Start
 from ._regroup import LengthFunction, TrimFunction
-from ._state import Snapshot
 from ._sums import GradientSums
+from ._trial import NOTHING_OFF, Trial
 from ._wide import in_float64, widen
 from ._window import Window
-
-Gradients = dict[str, Tensor]
 
 
 def check(
@@ -41,9 +36,10 @@ def check(
     lengths: LengthFunction | None = None,
     trim: TrimFunction | None = None,
 ) -> Report:
-    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it.
+    """Compare the gradient of a batch with that of its pieces, for several ways of cutting it, and say why they differ.
 
-    Parameters, buffers, gradients and random generators are as before afterwards.
+    Parameters, buffers, gradients, modes and random generators are as before afterwards. Each process judges its own
+    rows.
 
     Args:
         model: as for `Accumulator`.
@@ -53,6 +49,7 @@ def check(
         lengths: as for `Accumulator`: pieces are then of rows sorted by length and trimmed, and the whole is not.
         trim: as for `Accumulator`.
 
+    >>> import torch
     >>> model = torch.nn.Linear(4, 1)
     >>> x, y = torch.randn(50, 4), torch.randn(50, 1)
     >>> check(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y)).exact
@@ -61,131 +58,114 @@ def check(
     micro_batch_size, _ = check_sizes(micro_batch_size, None)
     if isinstance(batch, Window):
         raise BatchError("a Window is cut already, and there is no whole to compare with: give one whole batch")
-    by_length: dict[str, Any] = {"lengths": lengths, "trim": trim}
     judged = Model(model)
-    rows = rows_to_use(rows_of(batch), micro_batch_size)
-    pieces_of_size = micro_batch_size and len(balanced(rows, micro_batch_size=micro_batch_size))
-    cuts = cuts_to_try(rows, pieces_of_size)
-    part = to_device(spread_rows(batch, rows), only_device(judged.parameters()))
+    rows_of(batch)
+    job = _Check(judged, loss_fn, batch, micro_batch_size, {"lengths": lengths, "trim": trim})
     try:
-        with _untouched(judged) as sums, in_float64(judged):
-            return _compare(judged, loss_fn, widen(part), rows, cuts, sums, by_length)
+        with _untouched(judged, job.own_generators) as sums, in_float64(judged):
+            return job.report(sums, widen)
     except Exception:  # the loss may insist on the model's own precision; if that is not it, it fails again
-        with _untouched(judged) as sums:
-            return _compare(judged, loss_fn, part, rows, cuts, sums, by_length)
+        try:
+            with _untouched(judged, job.own_generators) as sums:
+                return job.report(sums, _as_it_is)
+        except Exception as error:
+            report = job.report_of_failure(error)
+            if report is None:
+                raise
+            return report
+
+
+class _Check:
+    """One call of `check`.
+
+    Args:
+        model: the user's.
+        loss_fn: the user's.
+        batch: the user's.
+        size: a size of pieces to try besides.
+        regrouping: the options of `Accumulator` that say how rows are regrouped.
+    """
+
+    def __init__(
+        self, model: Model, loss_fn: LossFunction, batch: Any, size: int | None, regrouping: dict[str, Any]
+    ) -> None:
+        self._model, self._loss_fn, self._batch, self._size = model, loss_fn, batch, size
+        self._regrouping = regrouping
+        self.own_generators = OwnGenerators()
+
+    def report(self, sums: GradientSums, prepare: Callable[[Any], Any]) -> Report:
+        """The verdict on the batch as it is."""
+        trial = self._make_trial(self._loss_fn, self._batch, sums, prepare)
+        rows = trial.rows
+        cuts = cuts_to_try(rows, self._size and len(balanced(rows, micro_batch_size=self._size)))
+        bench = TorchBench(
+            trial,
+            lambda loss_fn, batch: self._make_trial(loss_fn, batch, sums, prepare),
+            self._loss_fn,
+            self._batch,
+            lambda eps: tolerance(eps, max(cuts)),
+        )
+        by_cut = bench.judge(cuts)
+        exact = bench.error <= bench.tolerance
+        return Report.of(
+            by_cut,
+            dtype=bench.dtype,
+            eps=bench.eps,
+            rows=rows,
+            failure=bench.failure,
+            finding=None if exact else diagnose(bench),
+        )
+
+    def report_of_failure(self, error: Exception) -> Report | None:
+        """The verdict where already a few rows fail, if that is because they are no rows."""
+        for prepare, precision in ((widen, in_float64), (_as_it_is, _nothing)):
+            with _untouched(self._model, self.own_generators) as sums, precision(self._model):
+                what = exact_layout(
+                    self._batch,
+                    self._loss_fn,
+                    lambda loss_fn, batch: self._make_trial(loss_fn, batch, sums, prepare),  # noqa: B023
+                    NOTHING_OFF,
+                    1e-6,
+                )
+            if what is not None:
+                rows = rows_to_use(rows_of(self._batch), self._size)
+                infinite = dict.fromkeys(self._model.named_parameters(), float("inf"))
+                return Report.of(
+                    dict.fromkeys(cuts_to_try(rows, None), infinite),
+                    dtype="float64",
+                    eps=0.0,
+                    rows=rows,
+                    failure=f"a few rows of it: {type(error).__name__}: {error}",
+                    finding=Finding(("wrong-axis",), what),
+                )
+        return None
+
+    def _make_trial(
+        self, loss_fn: LossFunction, batch: Any, sums: GradientSums, prepare: Callable[[Any], Any]
+    ) -> Trial:
+        rows = rows_to_use(rows_of(batch), self._size)
+        part = to_device(spread_rows(batch, rows), only_device(self._model.parameters()))
+        return Trial(self._model, loss_fn, prepare(part), rows, sums, self.own_generators, self._regrouping)
 
 
 @contextmanager
-def _untouched(model: Model) -> Iterator[GradientSums]:
+def _untouched(model: Model, own_generators: OwnGenerators) -> Iterator[GradientSums]:
     """Gradients, buffers and random states are afterwards as they were."""
-    state = Snapshot(model)
+    start = Start(model, own_generators)
     sums = GradientSums(claims=False)  # the accumulators that are judged need the leaves
     try:
         sums.begin(model.parameters())
-        yield sums
+        with processes_of(model).apart():
+            yield sums
     finally:
         sums.restore()
-        state.restore()
-
-
-def _compare(
-    model: Model,
-    loss_fn: LossFunction,
-    part: Any,
-    rows: int,
-    cuts: list[int],
-    sums: GradientSums,
-    by_length: dict[str, Any],
-) -> Report:
-    several = False
-
-    def unsplit(watching: Any = nullcontext()) -> None:  # noqa: B008 - it keeps no state
-        """Plain autograd, on purpose: nothing of what is being judged."""
-        nonlocal several
-        terms = read(loss_fn(part), rows).terms.values()
-        several = sum(term.per is Per.OWN_COUNT for term in terms) > 1
-        objective = torch.stack([term.weight * term.value / term.count for term in terms]).sum()
-        sums.adopt([objective])
-        with watching:
-            objective.backward()
-
-    def counts(piece: Any) -> dict[str, Any]:
-        """What a user of several terms would give, from the loss itself."""
-        terms = read(loss_fn(piece), rows).terms.items()
-        return {name: term.count for name, term in terms if term.per is Per.OWN_COUNT}
-
-    def split(pieces: int) -> None:
-        accumulator = _Judged(model.members, num_micro_batches=pieces, on_nonfinite="keep", **by_length)
-        accumulator.backward(loss_fn, part, counts=counts if several else None)
-
-    start = Snapshot(model)
-    whole = _gradients(model, unsplit)
-    if not any(gradient.any() for gradient in whole.values()):
-        raise BatchError(f"the gradient of these {rows} rows is zero everywhere: there is nothing to compare")
-    by_cut: dict[int, dict[str, float]] = {}
-    failure = None
-    for pieces in cuts:
         start.restore()
-        try:
-            by_cut[pieces] = _errors(whole, _gradients(model, lambda: split(pieces)))  # noqa: B023
-        except Exception as caught:  # the whole batch went well, so it is the split that this model does not bear
-            by_cut[pieces] = dict.fromkeys(whole, math.inf)
-            failure = f"{pieces} pieces: {type(caught).__name__}: {caught}"
-    start.restore()
-    unsplit(seen := _LeastPrecise())
-    return Report.of(
-        by_cut,
-        dtype=str(seen.dtype).removeprefix("torch."),
-        eps=torch.finfo(seen.dtype).eps,
-        rows=rows,
-        failure=failure,
-    )
 
 
-def _gradients(model: Model, run: Callable[[], None]) -> Gradients:
-    """Each parameter's gradient after `run`; zeros where it has none."""
-    named = {name: p for name, p in model.named_parameters().items() if p.requires_grad}
-    for parameter in named.values():
-        parameter.grad = None
-    run()
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-        for name, parameter in named.items()
-    }
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
-def _errors(whole: Gradients, split: Gradients) -> dict[str, float]:
-    """Each parameter's largest difference, over the largest entry of the model."""
-    scale = max((_largest(gradient) for gradient in whole.values()), default=0.0)
-    scale = scale if 0 < scale < math.inf else 1.0
-    return {name: _largest(split[name] - whole[name]) / scale for name in whole}
-
-
-def _largest(entries: Tensor) -> float:
-    """The largest magnitude; infinite where an entry is not a number, so that comparisons do not lose it."""
-    return entries.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item() if entries.numel() else 0.0
-
-
-class _Judged(Accumulator):
-    """Lets a wrong loss do what it would do, instead of refusing it."""
-
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
-        return {}
-
-    def _ignored_labels(self, batch: Any) -> Tensor | None:
-        return None
-
-
-class _LeastPrecise(TorchDispatchMode):
-    """Watches which floating point types a backward computes in; what it does not reach does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = torch.float64
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(returned):
-            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
-                self.dtype = max(self.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return returned
+@contextmanager
+def _nothing(model: Model) -> Iterator[None]:
+    yield

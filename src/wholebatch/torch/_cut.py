@@ -13,24 +13,44 @@ from torch import Tensor
 
 from .._errors import BatchError
 from .._plan import balanced
+from .._sample import rows_to_take
 from ._tree import disassembled, map_tensors, tensors
 from ._window import Window
 
+IGNORED = -100
+"""The label of tokens that do not count."""
+
 
 class Cut:
-    """A batch with its plan: iterate to get `(piece, rows)`; rows are None where they cannot be told."""
+    """A batch with its plan: iterate to get `(piece, rows)`; rows are None where they cannot be told.
 
-    def __init__(self, batch: Any, micro_batch_size: int | None, num_micro_batches: int | None) -> None:
+    Args:
+        batch: what is cut.
+        micro_batch_size: the most rows of a piece.
+        num_micro_batches: the number of pieces, instead.
+        may_be_empty: whether a batch of 0 rows has no pieces, instead of being an error.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        micro_batch_size: int | None,
+        num_micro_batches: int | None,
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
         self._batch = batch
         self.sizes: Sequence[int | None]
         if isinstance(batch, Window):
             self.sizes = [rows_if_known(piece) for piece in batch]
             if self.rows == 0:
-                raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
+                if not may_be_empty:
+                    raise BatchError("the batch is empty: the pieces of the Window have 0 rows")
+                self._batch, self.sizes = (), []
         else:
-            self.sizes = balanced(
-                rows_of(batch), micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
-            )
+            rows = rows_of(batch, may_be_empty=may_be_empty)
+            sizes = {"micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
+            self.sizes = balanced(rows, **sizes) if rows else []
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -60,13 +80,19 @@ class Cut:
             yield to_device(piece, device) if elsewhere else piece, size
             start = stop
 
+    def turns(self, number: int, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:
+        """The pieces as `on` the device, and the first one again until there were that many."""
+        yield from self.on(device)
+        for _ in range(len(self), number):
+            yield next(self.on(device))
 
-def rows_of(batch: Any) -> int:
+
+def rows_of(batch: Any, *, may_be_empty: bool = False) -> int:
     """How many rows the batch has, or an error that says why it cannot be cut."""
     rows, problem = _shared_rows(batch)
     if rows is None:
         raise BatchError(problem)
-    if rows == 0:
+    if rows == 0 and not may_be_empty:
         raise BatchError("the batch is empty: its tensors have 0 rows")
     return rows
 
@@ -77,9 +103,20 @@ def rows_if_known(piece: Any) -> int | None:
 
 
 def spread_rows(batch: Any, rows: int) -> Any:
-    """As many rows, spread evenly over the batch, since neighbours are often alike."""
-    chosen = torch.linspace(0, rows_of(batch) - 1, rows).round().long()
+    """As many rows, spread over the batch, with those that are the emptiest and the fullest of them."""
+    chosen = torch.tensor(rows_to_take(rows_of(batch), rows, _unusual_rows(batch)))
     return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)] if tensor.dim() else tensor, batch)
+
+
+def _unusual_rows(batch: Any) -> list[int]:
+    """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
+    found = []
+    for _, tensor in tensors(batch):
+        if tensor.dim() and tensor.numel() and tensor.layout == torch.strided:
+            empty = ((tensor == 0) | (tensor == IGNORED)).reshape(len(tensor), -1).sum(1)
+            if empty.min() < empty.max():
+                found += [int(empty.argmin()), int(empty.argmax())]
+    return found
 
 
 def to_device(piece: Any, device: torch.device | None, *, whole: bool = False) -> Any:

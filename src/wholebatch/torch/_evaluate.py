@@ -15,6 +15,7 @@ from ._cut import rows_if_known, to_device
 from ._ledger import Ledger
 from ._loss import LossFunction, read
 from ._model import Model, only_device
+from ._processes import processes_of
 from ._result import Result
 from ._tokens import ignored_labels
 from ._verdict import judge
@@ -27,7 +28,8 @@ def evaluate(
     """The loss over everything that a loader yields, in eval mode and without gradients.
 
     Args:
-        model: as for `Accumulator`; every module is afterwards in the mode that it was in.
+        model: as for `Accumulator`; every module is afterwards in the mode that it was in. Each process evaluates what
+            its own loader yields.
         loss_fn: as for `Accumulator.backward`.
         loader: yields batches of any sizes.
 
@@ -41,7 +43,7 @@ def evaluate(
     device = only_device(evaluated.parameters())
     ledger = Ledger()
     any_ignored: Tensor | None = None
-    with _eval_mode(evaluated.modules):
+    with _eval_mode(evaluated.modules), processes_of(evaluated).apart():
         for batch in loader:
             rows = rows_if_known(batch)
             ledger.enter(read(loss_fn(to_device(batch, device)), rows), rows)
@@ -51,7 +53,7 @@ def evaluate(
         raise BatchError("the loader yielded nothing: there is nothing to evaluate")
     totals = ledger.totals()
     verdict = judge(totals, ignored_labels=any_ignored if ledger.counts_rows_only else None)
-    return Result.of(totals, verdict, ledger)
+    return Result.of(totals, verdict, ledger.rows, ledger.pieces)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 gradient = before + factor · Σ_k ∇T_k
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -14,6 +16,7 @@ from ._sums import GradientSums, scale
 @torch.no_grad()
 def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None) -> Tensor | None:
     """Turn sums into gradients; returns their norm over the given parameters if they were to be clipped."""
+    factor = sums.join(factor)
     if sums.unmerged:
         for gradients in sums.gradients():
             scale(gradients, factor)
@@ -32,14 +35,22 @@ def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None
 
 def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
     """The norm over all entries, in at least float32."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(_values(gradient))
+        mesh = getattr(gradient, "device_mesh", None)  # of a DTensor
+        alike.setdefault((gradient.device, gradient.dtype, mesh), []).append(_values(gradient))
     norms: list[Tensor] = []
-    for (_, dtype), values in alike.items():
+    for (_, dtype, mesh), values in alike.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        norms += torch._foreach_norm(values, order, dtype=wide)
+        of_values = list(torch._foreach_norm(values, order, dtype=wide))
+        norms += of_values if mesh is None else [_whole(get_total_norm(of_values, order))]
     return get_total_norm(norms, order)
+
+
+def _whole(norm: Any) -> Tensor:
+    """The norm over all parts of distributed tensors."""
+    whole: Tensor = norm.full_tensor()
+    return whole
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from .._errors import BatchError, OptionError, OptionTypeError
 from .._packing import packed, sorted_into
 from .._plan import balanced, positive_integer
 from .._terms import described
-from ._cut import Cut, rows_of, to_device
+from ._cut import IGNORED, Cut, rows_of, to_device
 from ._host import read_once
-from ._tokens import IGNORED
 from ._tree import disassembled, tensors
 from ._window import Window
 
@@ -77,10 +76,17 @@ class Regrouped(Cut):
         by_length: how rows are regrouped.
         micro_batch_size: as for `Cut`, where there is no budget.
         num_micro_batches: as for `Cut`, where there is no budget.
+        may_be_empty: as for `Cut`.
     """
 
     def __init__(
-        self, batch: Any, by_length: ByLength, micro_batch_size: int | None, num_micro_batches: int | None
+        self,
+        batch: Any,
+        by_length: ByLength,
+        micro_batch_size: int | None,
+        num_micro_batches: int | None,
+        *,
+        may_be_empty: bool = False,
     ) -> None:
         if isinstance(batch, Window):
             raise BatchError(
@@ -88,7 +94,12 @@ class Regrouped(Cut):
             )
         self._batch = batch
         self._trim = by_length.trim
-        rows = rows_of(batch)
+        self._groups: list[list[int]] = []
+        self._longest: list[int] = []
+        self.sizes = []
+        rows = rows_of(batch, may_be_empty=may_be_empty)
+        if not rows:
+            return
         self._width = None if self._trim else _padded_width(batch)
         lengths = _read_lengths(by_length.lengths(batch), rows, None if self._width is None else (batch, self._width))
         if by_length.budget is None:

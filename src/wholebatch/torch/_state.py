@@ -32,10 +32,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put back the generators, and the buffers by identity and by value."""
+        self.restore_generators()
+        self.restore_buffers()
+
+    def restore_generators(self) -> None:
+        """Put back the random generators alone."""
         torch.set_rng_state(self._cpu_generator)
         for device, state in self._generators.items():
             torch.get_device_module(device).set_rng_state(state, device)
-        self.restore_buffers()
 
     @torch.no_grad()
     def restore_buffers(self) -> None:

@@ -38,10 +38,12 @@ class GradientSums:
 
     Args:
         claims: whether others are kept away from the leaves meanwhile.
+        adopts: whether leaves that the loss reaches besides the given parameters are owned too.
     """
 
-    def __init__(self, *, claims: bool = True) -> None:
+    def __init__(self, *, claims: bool = True, adopts: bool = True) -> None:
         self._claims = claims
+        self._adopts = adopts
         self._dtype: SumDtype | None = None
         self._leaves: list[Tensor] = []
         self._before: list[Tensor | None] = []
@@ -77,27 +79,28 @@ class GradientSums:
 
         The graph shows them; a reentrant checkpoint hides those inside it.
         """
-        waiting = []
+        if not self._adopts:
+            return
+        nodes: list[Any] = []
         for root in roots:
             if root.grad_fn is not None:
-                waiting.append(root.grad_fn)
+                nodes.append(root.grad_fn)
             elif id(root) not in self._known:
                 self._own(root)
-        seen, known = set(waiting), self._accumulating
-        while waiting:
-            node = waiting.pop()
+        seen = self._accumulating.union(nodes, (None,))
+        for node in nodes:  # which grows meanwhile
             followed_by = node.next_functions
             for following, _ in followed_by:
-                if following is not None and following not in seen and following not in known:
+                if following not in seen:
                     seen.add(following)
-                    waiting.append(following)
+                    nodes.append(following)
             if not followed_by and hasattr(node, "variable"):
-                known.add(node)
+                self._accumulating.add(node)
                 if id(node.variable) not in self._known:
                     self._own(node.variable)
 
     def add(self, main: Pass, aside: Pass) -> None:
-        """Run a piece's backward; `aside` has a buffer of its own until `merge`."""
+        """Run a piece's backward; `aside` has a buffer of its own until `join`."""
         self.adopt(main.values + aside.values)
         self._adding = True
         try:
@@ -130,18 +133,42 @@ class GradientSums:
     @property
     def unmerged(self) -> bool:
         """Whether there is anything to merge."""
-        return not self._merged and (self._aside is not None or any(before is not None for before in self._before))
+        return not self._merged and any(before is not None for before in self._before)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All leaves whose `.grad` belongs to the sums."""
+        return self._leaves
+
+    def touched(self) -> set[int]:
+        """The ids of the leaves that a piece has reached."""
+        aside = self._aside or [None] * len(self._leaves)
+        pairs = zip(self._leaves, aside, strict=True)
+        return {id(leaf) for leaf, kept in pairs if leaf.grad is not None or kept is not None}
+
+    @torch.no_grad()
+    def join(self, factor: Number | Tensor) -> Number | Tensor:
+        """Make one of the sums that `factor` is for and of those kept aside; returns what is left to multiply by."""
+        if self._aside is None:
+            return factor
+        for gradients in self.gradients():
+            scale(gradients, factor)
+        for leaf, aside in zip(self._leaves, self._aside, strict=True):
+            if aside is not None:
+                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        self._aside = None
+        return 1
+
+    def copy_before(self) -> None:
+        """Let go of the tensors that `.grad` held before the batch, and keep what is in them."""
+        self._before = [None if before is None else before.clone() for before in self._before]
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add what was kept aside, and what `.grad` held before the batch, to the sums."""
-        for leaf, aside in zip(self._leaves, self._aside or (), strict=self._aside is not None):
-            if aside is not None:
-                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+        """Add what `.grad` held before the batch to the sums."""
         for leaf, before in zip(self._leaves, self._before, strict=True):
             if before is not None:
                 leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
-        self._aside = None
         self._merged = True
 
     @torch.no_grad()
@@ -218,7 +245,7 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
     if not isinstance(factor, Tensor) and factor == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(own_part, gradients):
         if gradient.layout == torch.strided:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
@@ -234,6 +261,13 @@ def _run(one: Pass, *, retain_graph: bool = False) -> None:
         torch.autograd.backward(values, seeds, retain_graph=retain_graph)
     else:
         _engine_run_backward(values, seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which is a part of it if it is a DTensor."""
+    to_local = getattr(tensor, "to_local", None)  # the class takes long to import, who uses it has
+    own: Tensor = tensor if to_local is None else to_local()
+    return own
 
 
 def _first_backward_of_two(main: Pass) -> None:

@@ -8,10 +8,9 @@ from torch.nn import functional
 
 from .._errors import LossError
 from .._mean import Mean
+from ._cut import IGNORED
 from ._tree import tensors
 from ._window import Window
-
-IGNORED = -100
 
 
 def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True, ignore_index: int = IGNORED) -> Mean:

@@ -38,7 +38,7 @@ class Column:
         if counts is not None:
             weighted = torch.where(counts.to(values.device) == 0, 0, weighted)
         count = 1 if self.per is Per.NOTHING else self._counts.sum()
-        return Total(weighted.sum(), count, values, counts)
+        return Total(self.per, weighted.sum(), count, values, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,14 @@ class Total:
     """One term of the whole batch.
 
     Args:
+        per: what it is divided by.
         total: the summed loss.
-        count: what it is divided by; 1 for a Sum.
+        count: how much of that there is; 1 for a Sum.
         values: what the pieces said, one entry each.
         counts: what they counted, where that is not known on the host.
     """
 
+    per: Per
     total: Tensor
     count: Count
     values: Tensor

@@ -27,6 +27,10 @@ class Pass(NamedTuple):
     values: list[Tensor]
     seeds: list[Tensor]
 
+    def carrying(self, losses: list[Tensor]) -> "Pass":
+        """The same backward, and that of other losses with it."""
+        return Pass(self.values + losses, self.seeds + [torch.ones_like(loss) for loss in losses])
+
 
 class Weights:
     """The weights of one batch.
@@ -37,6 +41,8 @@ class Weights:
         counts: each term's count over the whole batch, where `counts=` gave them.
         loss_scale: what every seed is multiplied by besides, a scalar tensor.
         small_range: gradients pass through float16, where sums overflow that means would not.
+        divided_last: the sums of several processes are added up before they are divided, so that none may have a
+            scale of its own, nor a second buffer.
     """
 
     def __init__(
@@ -47,12 +53,14 @@ class Weights:
         *,
         loss_scale: Tensor | None,
         small_range: bool,
+        divided_last: bool = False,
     ) -> None:
         self._rows = rows
         self._num_pieces = num_pieces
         self._counts = counts
         self._loss_scale = loss_scale
-        self._small_range = small_range
+        self._small_range = small_range and not divided_last
+        self._divided_last = divided_last
         self._started = False
         self._known_scales: dict[str, Number | Tensor] = {}
         self._learned: str | None = None
@@ -83,6 +91,8 @@ class Weights:
 
     def factor(self, totals: Totals) -> Number | Tensor:
         """What the sums of the main pass have to be multiplied by, once."""
+        if not self._started:  # no piece in this process, but the sums of others
+            self._learned = next((name for name, total in totals.terms.items() if self._is_unknown(total.per)), None)
         if self._learned is None:
             return 1
         return reciprocal(totals.terms[self._learned].count) / self._learned_scale
@@ -101,7 +111,8 @@ class Weights:
         self._known_scales = {name: reciprocal(one) for name, one in denominators.items() if one is not None}
         unknown = [name for name in terms if name not in self._known_scales]
         own = [name for name in own if name in unknown]
-        if len(own) > 1 or (own and len(own) < len(unknown)):
+        in_two_buffers = self._divided_last and own and len(terms) > 1
+        if len(own) > 1 or (own and len(own) < len(unknown)) or in_two_buffers:
             raise CountError(
                 f"terms {_listed(unknown)} are divided by different counts, which must be known before "
                 "the first backward: give counts= to .backward or .step, a function of a piece that returns each "
@@ -109,7 +120,7 @@ class Weights:
             )
         if unknown:
             self._learned = unknown[0]  # terms divided by the rows share their denominator
-            if self._small_range or terms[self._learned].value.dtype == torch.float16:
+            if self._small_range or (terms[self._learned].value.dtype == torch.float16 and not self._divided_last):
                 self._learned_scale = _power_of_two_over(terms[self._learned].count) * _power_of_two_over(
                     self._num_pieces or 1
                 )
@@ -133,14 +144,18 @@ class Weights:
             self._learned_scale = torch.where(self._scale_is_chosen, self._learned_scale, suggested)
             self._scale_is_chosen = self._scale_is_chosen | (count > 0)
 
+    def _is_unknown(self, per: Per) -> bool:
+        """Whether such a denominator has to be learned from the pieces."""
+        if per is Per.OWN_COUNT:
+            return self._counts is None and self._num_pieces != 1
+        return per is Per.ROWS and self._rows is None
+
     def _known_denominator(self, name: str, term: Term) -> Count | None:
-        if term.per is Per.NOTHING:
-            return 1
-        if term.per is Per.ROWS:
-            return self._rows
-        if self._counts is not None:
-            return self._counts[name]
-        return term.count if self._num_pieces == 1 else None
+        if self._is_unknown(term.per):
+            return None
+        if term.per is Per.OWN_COUNT:
+            return term.count if self._counts is None else self._counts[name]
+        return self._rows if term.per is Per.ROWS else 1
 
     def _seed(self, term: Term, scale: Number | Tensor) -> Tensor:
         """d objective / d value = weight · scale, and 0 for a piece that counts nothing; rounded to 16 bits last."""
@@ -160,6 +175,12 @@ class Weights:
         if key not in self._constants:
             self._constants[key] = torch.full((), share, dtype=dtype, device=value.device)
         return self._constants[key]
+
+
+def nothing(reading: Reading) -> Pass:
+    """The backward of a piece that shall add nothing."""
+    values = [term.value for term in reading.terms.values() if term.value.requires_grad]
+    return Pass(values, [torch.zeros_like(value) for value in values])
 
 
 def _power_of_two_over(count: Count) -> Number | Tensor:

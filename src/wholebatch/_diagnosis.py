@@ -1,0 +1,153 @@
+"""From what was measured to what explains it.
+
+What disturbs every measurement goes first: state, randomness, statistics of the batch. Each is switched off in turn,
+and what the error loses by that is its share. What is left is due to the loss itself, read term by term; only where
+rows turn out to see each other does it matter whether they are rows at all.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ._causes import MEANINGS, Cause
+from ._rules import Observation, Observe, order_matters, rows_are_separate, rule_broken
+from ._terms import Per, title
+
+NOISE = 8
+"""How many times the noise of adding up rows in another order an error may be and still be rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why a split is not exact.
+
+    Args:
+        causes: what explains most of the error first.
+        where: what the first cause is about, such as the name of a module; empty if that is the loss.
+        exact_without_randomness: None where nothing is random.
+    """
+
+    causes: tuple[Cause, ...]
+    where: str = ""
+    exact_without_randomness: bool | None = None
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do about the first cause."""
+        if not self.causes:
+            return None
+        advice = MEANINGS[self.causes[0]].remedy
+        return f"{self.where}: {advice}" if self.where else advice
+
+
+class Bench(Protocol):
+    """What a front end can find out about a model, a loss and a few rows."""
+
+    rows: int
+    eps: float
+    """The distance from 1 to the next number, in the least precise type that takes part."""
+    tolerance: float
+    error: float
+    """The split's, over all cuts."""
+    certain: frozenset[Cause]
+    """Those of the suspects that are known to be there."""
+
+    @property
+    def suspects(self) -> Sequence[Cause]:
+        """What may disturb other measurements and can be switched off, in this order."""
+
+    def repeats(self) -> bool:
+        """Whether the same run from the same start comes out the same."""
+
+    def error_without(self, off: frozenset[Cause]) -> float:
+        """The error of the split with these suspects switched off."""
+
+    def where(self, cause: Cause) -> str:
+        """What a suspect is about."""
+
+    def terms(self) -> dict[str, Per]:
+        """The terms of the loss."""
+
+    def observe(self, term: str, off: frozenset[Cause], rows: Sequence[int]) -> Observation | None:
+        """The term for these rows with these suspects switched off."""
+
+    def sees_batch_statistics(self) -> bool:
+        """Whether rows are normalised over the batch by a function that is known to do so."""
+
+    def other_layout(self, off: frozenset[Cause]) -> str | None:
+        """The first other layout of the batch in which the split is exact, in words."""
+
+
+def diagnose(bench: Bench) -> Finding:
+    """What explains the error of a split that is not exact."""
+    if not bench.repeats():
+        return Finding(("state",))
+    if _is_noise(bench):
+        return Finding(("rounding",))
+    shares: dict[Cause, float] = {}
+    off: frozenset[Cause] = frozenset()
+    error, without_randomness = bench.error, None
+    for suspect in bench.suspects:
+        off |= {suspect}
+        without = bench.error_without(off)
+        if suspect in bench.certain or without < error / 2 or without <= bench.tolerance < error:
+            shares[suspect] = _difference(error, without)
+        if suspect == "randomness":
+            without_randomness = without <= bench.tolerance
+        error = without
+        if error <= bench.tolerance:
+            break
+    where = ""
+    if not error <= bench.tolerance:
+        cause, where = _cause_in_the_loss(bench, off)
+        if cause is not None:
+            shares[cause] = max(error, shares.get(cause, 0.0))
+    causes = tuple(sorted(shares, key=lambda cause: -shares[cause]))
+    if causes and causes[0] in bench.suspects:
+        where = bench.where(causes[0])
+    return Finding(causes, where, without_randomness if "randomness" in causes else None)
+
+
+def _is_noise(bench: Bench) -> bool:
+    """Whether an error in low precision is as small as that of adding up the same rows in another order."""
+    if bench.eps < 1e-15 or bench.suspects or not bench.error <= min(512 * bench.eps, 0.05):
+        return False
+    noise = max(order_matters(bench.rows, _view(bench, term, frozenset())) for term in bench.terms())
+    return math.isfinite(noise) and bench.error <= NOISE * noise
+
+
+def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | None, str]:
+    """What a term that is not what it is read as breaks; one about which more is known than that it cannot be cut."""
+    terms = bench.terms()
+    views: dict[str, Observe] = {name: _view(bench, name, off) for name in terms}
+    broken = {name: rule_broken(per, bench.rows, views[name], bench.eps) for name, per in terms.items()}
+    told = [name for name, cause in broken.items() if cause not in (None, "coupled-rows")]
+    uncut = [name for name, cause in broken.items() if cause == "coupled-rows"]
+    if told:
+        return broken[told[0]], title(told[0]) if len(terms) > 1 else ""
+    if not uncut:
+        return None, ""
+    if bench.sees_batch_statistics():
+        return "batch-statistics", ""
+    if _may_not_be_rows(bench, views[uncut[0]]):
+        layout = bench.other_layout(off)
+        if layout is not None:
+            return "wrong-axis", layout
+    coupled = [name for name in uncut if not rows_are_separate(bench.rows, views[name])]
+    if not coupled:
+        return None, ""  # pieces fail for a reason of their own
+    return "coupled-rows", title(coupled[0]) if len(terms) > 1 else ""
+
+
+def _view(bench: Bench, term: str, off: frozenset[Cause]) -> Observe:
+    return lambda rows: bench.observe(term, off, rows)
+
+
+def _may_not_be_rows(bench: Bench, observe: Observe) -> bool:
+    """Rows have no order: if shuffling all arrays alike changes the gradient, they hold something else."""
+    return observe([0]) is None or order_matters(bench.rows, observe) > max(1e-9, 256 * bench.eps)
+
+
+def _difference(before: float, after: float) -> float:
+    return 0.0 if math.isinf(after) else before - after

@@ -1,0 +1,187 @@
+"""Four processes that run tests together: started once, connected by gloo, gone when the tests are.
+
+A test decorated with `@on_ranks(n)` runs in the first n of them, each with a `Rank` that says which one it is.
+"""
+
+import functools
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+TIME_OUT = 60
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the processes of a test."""
+
+    rank: int
+    world: int
+    group: Any
+
+    def impatient(self) -> "Rank":
+        """The first two in a group of their own, which gives up sooner and may break."""
+        return Rank(self.rank, self.world, _impatient.pop())
+
+
+_impatient: list[Any] = []
+IMPATIENT, SOONER = 4, 4
+
+
+def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test in `world` processes; its first argument is a `Rank`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def test(crew: Crew, **arguments: Any) -> None:
+            crew.run(world, function.__code__.co_filename, function.__name__, arguments)
+
+        functools.update_wrapper(test, function)
+        del test.__wrapped__  # pytest would look at its arguments
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        crew = inspect.Parameter("crew", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([crew, *parameters])
+        test.in_process = function
+        return test
+
+    return decorate
+
+
+class Crew:
+    """Processes of this file, waiting for tests.
+
+    Args:
+        size: how many.
+        time_out: seconds after which they give one another up.
+    """
+
+    def __init__(self, size: int = SIZE, time_out: float = TIME_OUT / 2) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._listener = Listener(family="AF_UNIX")
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    *map(str, (rank, size, time_out, self._listener.address, self._folder.name)),
+                ],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MEASURED": str(int(_is_measured()))},
+            )
+            for rank in range(size)
+        ]
+        self._connections: dict[int, Connection] = {}
+        self._listener._listener._socket.settimeout(TIME_OUT)
+        while len(self._connections) < size:
+            connection = self._listener.accept()
+            self._connections[connection.recv()] = connection
+
+    def run(self, world: int, file: str, name: str, arguments: dict[str, Any]) -> None:
+        """Run a test function in the first processes; raises if it raised in any of them."""
+        answers = self.ask(world, file, name, arguments)
+        failed = {rank: answers.get(rank, "the process has ended") for rank in range(world) if answers.get(rank) != ""}
+        assert not failed, "\n".join(f"rank {rank}:\n{answer}" for rank, answer in failed.items())
+
+    def ask(self, world: int, file: str, name: str, arguments: dict[str, Any]) -> dict[int, str]:
+        """What went wrong in each process; one that ended has nothing to say."""
+        for rank in range(world):
+            self._connections[rank].send((world, file, name, arguments))
+        answers = {}
+        for rank in range(world):
+            if not self._connections[rank].poll(TIME_OUT):
+                self.end()
+                raise TimeoutError(f"{name}: no answer from rank {rank} within {TIME_OUT} s")
+            with suppress(EOFError, ConnectionResetError):
+                answers[rank] = self._connections[rank].recv()
+        return answers
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for connection in self._connections.values():
+            connection.close()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._listener.close()
+        self._folder.cleanup()
+
+
+def _is_measured() -> bool:
+    coverage = sys.modules.get("coverage")
+    return coverage is not None and coverage.Coverage.current() is not None
+
+
+def _work(rank: int, size: int, time_out: float, address: str, folder: str) -> None:
+    """What each process does: answer, until nobody asks."""
+    import torch.distributed as dist
+
+    connection = Client(address)
+    connection.send(rank)
+    patience = timedelta(seconds=time_out)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=patience)
+    groups = {world: dist.new_group(range(world), timeout=patience) for world in range(1, size + 1)}
+    _impatient.extend(dist.new_group([0, 1], timeout=timedelta(seconds=SOONER)) for _ in range(IMPATIENT))
+    sys.modules["crew"] = sys.modules["__main__"]  # the same one for the tests
+    modules: dict[str, Any] = {}
+    with suppress(EOFError, ConnectionResetError):
+        while True:
+            world, file, name, arguments = connection.recv()
+            try:
+                if file not in modules:
+                    modules[file] = _load(file, f"in_process_{len(modules)}")
+                test = getattr(modules[file], name)
+                getattr(test, "in_process", test)(Rank(rank, world, groups[world]), **arguments)
+                connection.send("")
+            except BaseException:
+                connection.send(traceback.format_exc())
+    with suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _load(file: str, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    import faulthandler
+    import warnings
+
+    faulthandler.enable()
+
+    warnings.simplefilter("error")
+    sys.path[:0] = [str(TESTS), str(TESTS / "torch"), str(TESTS / "distributed")]
+    measurement = None
+    if os.environ["MEASURED"] == "1":
+        import coverage
+
+        root = TESTS.parent
+        measurement = coverage.Coverage(
+            str(root / ".coverage"), data_suffix=True, config_file=str(root / "pyproject.toml")
+        )
+        measurement.start()
+    try:
+        rank, size, time_out, address, folder = sys.argv[1:]
+        _work(int(rank), int(size), float(time_out), address, folder)
+    finally:
+        if measurement is not None:
+            measurement.stop()
+            measurement.save()
