@@ -7,12 +7,14 @@ framework; `wholebatch.torch` and `wholebatch.jax` are the front ends.
 from ._errors import (
     BatchError,
     BatchNormError,
+    BudgetError,
     CountError,
     LossError,
     LossTypeError,
     NonFiniteError,
     OptionError,
     OptionTypeError,
+    PlanError,
     RankError,
     WholeBatchError,
 )
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "BatchNormError",
+    "BudgetError",
     "CountError",
     "LossError",
     "LossTypeError",
@@ -30,6 +33,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "OptionTypeError",
+    "PlanError",
     "RankError",
     "Sum",
     "WholeBatchError",

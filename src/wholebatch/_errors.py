@@ -55,3 +55,20 @@ class RankError(WholeBatchError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.out_of_memory = out_of_memory
+
+
+class BudgetError(WholeBatchError, ValueError):
+    """Not even one row at a time fits the memory.
+
+    Args:
+        message: what is said.
+        needed: the bytes that a step with one row at a time takes.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class PlanError(WholeBatchError):
+    """A step cannot be followed without running it."""

@@ -307,3 +307,36 @@ def test_windows_fail_together_too(rank):
         Accumulator(ddp).backward(
             lambda piece: torch.ones(()) if rank.rank else make_loss(ddp)(piece), Window([make_data(4), make_data(2)])
         )
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@on_ranks(2)
+def test_where_one_runs_out_of_memory_all_take_half_the_piece(rank, guilty):
+    model, data = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    ddp = DistributedDataParallel(model, process_group=rank.group)
+    mine = tuple(tensor[:6] if rank.rank else tensor[6:] for tensor in data)
+    loss_fn, sizes = make_loss(ddp), []
+
+    def limited(piece):
+        sizes.append(len(piece[0]))
+        return too_much_memory() if rank.rank == guilty and sizes[-1] > 1 else loss_fn(piece)
+
+    accumulator = Accumulator(ddp, micro_batch_size="auto")
+    accumulator.backward(limited, mine)
+    assert_exact(take_gradients(model), whole)
+    assert max(sizes[-len(mine[0]) :]) == 1
+    sizes.clear()
+    accumulator.backward(limited, mine)
+    assert set(sizes) == {1}, "the size is remembered"
+
+
+@on_ranks(2)
+def test_where_not_even_one_row_fits_in_one_process_all_stop(rank):
+    ddp = DistributedDataParallel(make_model(), process_group=rank.group)
+    mine = tuple(tensor[:1] if rank.rank else tensor[1:] for tensor in make_data())
+    with pytest.raises(RankError, match="rank 1 failed .*can't allocate memory") as caught:
+        Accumulator(ddp, micro_batch_size="auto").backward(
+            (lambda piece: too_much_memory()) if rank.rank else make_loss(ddp), mine
+        )
+    assert not caught.value.out_of_memory

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from models import make_data, make_loss, make_model, take_gradients
+from to_plan import small_gpt
 from torch import nn
 
 from reference import assert_exact
 from wholebatch import LossError, Mean
-from wholebatch.torch import Accumulator, Window, backward, check, evaluate, token_mean, train
+from wholebatch.torch import Accumulator, Window, backward, check, evaluate, plan, token_mean, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -181,6 +182,37 @@ def test_batch_norm_statistics_follow_the_whole_batch():
         backward(norm, lambda b: norm(b).square().mean(), x, micro_batch_size=3, batch_norm="micro")
     assert torch.allclose(norm.running_mean, twin.running_mean, rtol=1e-12)
     assert torch.allclose(norm.running_var, twin.running_var, rtol=1e-12)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_the_planned_peak_is_the_allocators(size, foreach):
+    model, _, ids = small_gpt()
+    model, ids = model.cuda(), ids.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    planned = plan(model, lambda b: token_mean(model(b), b), ids, memory="64GiB", optimizer=optimizer)
+    accumulator = Accumulator(model, micro_batch_size=size)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() - planned.parts["parameters"] - ids.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        accumulator.step(lambda b: token_mean(model(b), b), ids, optimizer)
+    assert planned.peak(size) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.03)
+
+
+def test_auto_starts_with_what_is_free_and_halves_where_that_is_not_enough():
+    model, _, ids = small_gpt()
+    model, sizes = model.cuda(), []
+
+    def loss_fn(piece):
+        sizes.append(len(piece))
+        if type(piece) is torch.Tensor and len(piece) > 4:  # not while it is planned
+            torch.empty(2**45, device="cuda")
+        return token_mean(model(piece), piece)
+
+    result = Accumulator(model, micro_batch_size="auto").backward(loss_fn, ids)
+    assert sizes[-4:] == [4] * 4
+    assert result.num_micro_batches == 4
 
 
 class Words(nn.Module):

@@ -11,6 +11,7 @@
 import importlib
 from typing import Any
 
+from .._budget import Plan
 from .._comparison import Comparison
 from .._report import Report
 from . import _pytree
@@ -18,12 +19,14 @@ from ._check import check
 from ._collectives import Collectives, collectives
 from ._compare import compare_gradients
 from ._multi_steps import MultiSteps, multi_steps
+from ._plan import plan
 from ._value_and_grad import grad, value_and_grad
 
 __all__ = [
     "Collectives",
     "Comparison",
     "MultiSteps",
+    "Plan",
     "Report",
     "check",
     "collectives",
@@ -31,6 +34,7 @@ __all__ = [
     "grad",
     "multi_steps",
     "nnx",
+    "plan",
     "value_and_grad",
 ]
 

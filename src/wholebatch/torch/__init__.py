@@ -7,6 +7,7 @@
 >>> loss = backward(model, lambda b: (model(b[0]) - b[1]).square().mean(), (x, y), micro_batch_size=16).loss
 """
 
+from .._budget import Plan
 from .._comparison import Comparison
 from .._report import Report
 from . import _pytree
@@ -14,6 +15,7 @@ from ._accumulator import Accumulator, backward
 from ._check import check
 from ._compare import compare_gradients
 from ._evaluate import evaluate
+from ._plan import plan
 from ._rates import scale_lr
 from ._result import Result
 from ._tokens import token_mean
@@ -24,6 +26,7 @@ __all__ = [
     "Accumulator",
     "Comparison",
     "History",
+    "Plan",
     "Report",
     "Result",
     "Window",
@@ -31,6 +34,7 @@ __all__ = [
     "check",
     "compare_gradients",
     "evaluate",
+    "plan",
     "scale_lr",
     "token_mean",
     "train",

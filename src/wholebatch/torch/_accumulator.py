@@ -15,6 +15,7 @@ from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._agree import Share
+from ._auto import MicroBatchSize, auto_size
 from ._batch import OpenBatch, summed_counts
 from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
@@ -28,6 +29,7 @@ from ._state import Snapshot
 from ._step import Step
 from ._sums import SumDtype
 from ._tokens import ignored_labels
+from ._window import Window
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -39,12 +41,15 @@ class Accumulator:
         model: a module, several modules, or an iterable of parameters. With `DistributedDataParallel` or `fully_shard`
             the batch is that of all processes, each of which holds some of its rows, or none.
         micro_batch_size: the most rows that a piece may have; pieces are balanced. A `Window` is cut already, and
-            stays as it is.
+            stays as it is. "auto" finds the size with the first batch of `.backward` or `.step`, and halves it where
+            memory runs out.
         num_micro_batches: the number of pieces, instead. Without any of these, the batch is one piece.
         micro_batch_tokens: the most tokens that a piece may have, which is its rows times the longest of them.
         lengths: takes a batch, returns each row's length. Rows are then sorted by length, and right padding beyond the
             longest row of a piece is trimmed, from axis 1 of all tensors that have the padded width there.
         trim: takes a piece and its longest length, returns the piece to compute; for padding that is elsewhere.
+        memory: the budget that "auto" finds the size by, in bytes or such as "24GiB", with `plan`. Without one it is
+            the memory that a CUDA device has free; on the host the whole batch is tried first.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
             gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
         in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
@@ -76,18 +81,21 @@ class Accumulator:
         self,
         model: nn.Module | Iterable[nn.Module] | Iterable[Tensor],
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: MicroBatchSize = None,
         num_micro_batches: int | None = None,
         micro_batch_tokens: int | None = None,
         lengths: LengthFunction | None = None,
         trim: TrimFunction | None = None,
+        memory: int | str | None = None,
         accum_dtype: SumDtype = "auto",
         in_place: InPlace = "auto",
         batch_norm: Literal["refuse", "micro"] = "refuse",
         on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
         sync: Sync = "once",
     ) -> None:
-        self._micro_batch_size, self._num_micro_batches = check_sizes(micro_batch_size, num_micro_batches)
+        self._auto = auto_size(micro_batch_size, num_micro_batches, memory)
+        size = None if self._auto else micro_batch_size
+        self._micro_batch_size, self._num_micro_batches = check_sizes(size, num_micro_batches)
         self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
         if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
             raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
@@ -124,9 +132,7 @@ class Accumulator:
                 loss have counts of their own.
             scaler: a `GradScaler`; the gradient is left scaled, as `scaler.scale(loss).backward()` leaves it.
         """
-        step = Step(None, None, None, scaler)
-        self._add_all(loss_fn, batch, counts, step.scaler)
-        return self._finish(step)
+        return self._run(loss_fn, batch, counts, Step(None, None, None, scaler))
 
     def step(
         self,
@@ -150,9 +156,7 @@ class Accumulator:
             scaler: a `GradScaler`; it unscales, decides whether there is a step, and is updated, once.
             scheduler: one or several, stepped once, if the optimizer was.
         """
-        step = Step(optimizer, max_norm, scheduler, scaler).require_optimizer()
-        self._add_all(loss_fn, batch, counts, step.scaler)
-        return self._finish(step)
+        return self._run(loss_fn, batch, counts, Step(optimizer, max_norm, scheduler, scaler).require_optimizer())
 
     def add(self, loss: Any, *, rows: int | None = None) -> None:
         """Add one piece's loss, in a loop that exists already; runs its backward.
@@ -190,7 +194,7 @@ class Accumulator:
         """
         step = Step(optimizer, max_norm, scheduler, scaler)
         self._scaler = step.scaler
-        return self._finish(step)
+        return self._take(step, *self._close(step))
 
     def discard(self) -> None:
         """Forget what was added: `.grad` is as it was before the first piece."""
@@ -209,6 +213,7 @@ class Accumulator:
         with opened.agreement.together(), self._discarding():
             self._open = opened
             pieces = self._cut(batch, may_be_empty=processes.shared)
+            opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
             pooled = self._statistics_to_pool(len(pieces) * processes.world)
             summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
             own = Share(pieces.rows, len(pieces), summed)
@@ -240,7 +245,23 @@ class Accumulator:
             return Cut(batch, *sizes, may_be_empty=may_be_empty)
         return Regrouped(batch, self._by_length, *sizes, may_be_empty=may_be_empty)
 
-    def _finish(self, step: Step) -> Result:
+    def _run(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> Result:
+        """A batch from the first piece to the step, with the size that was given or is found."""
+
+        def once() -> tuple[OpenBatch, Result, bool]:
+            if self._auto is not None:
+                self._micro_batch_size = self._auto.rows
+            self._add_all(loss_fn, batch, counts, step.scaler)
+            return self._close(step)
+
+        if self._auto is None or isinstance(batch, Window):
+            return self._take(step, *once())
+        options: dict[str, Any] = {"accum_dtype": self._accum_dtype, "in_place": self._in_place}
+        self._auto.choose(self._model, loss_fn, batch, optimizer=step.optimizers or None, counts=counts, **options)
+        return self._take(step, *self._auto.run(once, batch))
+
+    def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:
+        """The batch with its gradient in `.grad`, its result, and whether there was nothing in it to step with."""
         batch = self._open or self._new_batch(in_a_loop=True)
         with batch.agreement.together():
             if self._open is None:
@@ -259,6 +280,10 @@ class Accumulator:
                 step.abandon()
                 raise
         self._open = None
+        return batch, result, refused
+
+    def _take(self, step: Step, batch: OpenBatch, result: Result, refused: bool) -> Result:
+        """The step, if it is to be taken; from here on nothing can be undone."""
         stepped = False
         if refused:
             step.zero(batch.parameters)
@@ -312,19 +337,25 @@ class Accumulator:
         return ignored_labels(batch)
 
 
-class Options(TypedDict, total=False):
-    """The options of `Accumulator`."""
+class SumOptions(TypedDict, total=False):
+    """The options of `Accumulator` that say how pieces are summed."""
 
-    micro_batch_size: int | None
-    num_micro_batches: int | None
-    micro_batch_tokens: int | None
-    lengths: LengthFunction | None
-    trim: TrimFunction | None
     accum_dtype: SumDtype
     in_place: InPlace
     batch_norm: Literal["refuse", "micro"]
     on_nonfinite: Literal["raise", "skip", "keep"]
     sync: Sync
+
+
+class Options(SumOptions, total=False):
+    """The options of `Accumulator`."""
+
+    micro_batch_size: MicroBatchSize
+    num_micro_batches: int | None
+    micro_batch_tokens: int | None
+    lengths: LengthFunction | None
+    trim: TrimFunction | None
+    memory: int | str | None
 
 
 def backward(

@@ -26,6 +26,9 @@ from ._peers import Alone, Message, is_lost, lost
 from ._sums import GradientSums
 from ._totals import Total, Totals
 
+_ON_THE_HOST = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a", "could not execute a")
+"""How allocators on the host say that they failed; the last two are oneDNN's words, which does not tell why."""
+
 WORDS = 1000
 """Characters of an error that are told to the other processes."""
 
@@ -71,6 +74,9 @@ class Agreement:
         processes: who takes part.
     """
 
+    divisible = True
+    """Whether this process's pieces could be smaller."""
+
     def __init__(self, processes: Alone) -> None:
         self._processes = processes
         self._over = not processes.shared
@@ -87,11 +93,15 @@ class Agreement:
             told = _failures(self._processes.told_failures())
             if self._processes.in_step and not told and is_lost(error):
                 raise lost(error) from error
-            failures = told or _failures(self._processes.tell_failure(_told_failure(error)))
+            failures = told or _failures(self._processes.tell_failure(self._told_failure(error)))
             self._processes.reset()
             if isinstance(error, Exception):
                 raise _rank_error(failures) from error
             raise
+
+    def _told_failure(self, error: BaseException) -> Message:
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return {"failure": words[:WORDS], "memory": self.divisible and is_out_of_memory(error)}
 
     def before(self, share: Share) -> Share:
         """The whole batch's share; afterwards the processes are ready for its first piece."""
@@ -180,12 +190,11 @@ class Agreement:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether smaller pieces might help."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def _told_failure(error: BaseException) -> Message:
-    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return {"failure": words[:WORDS], "memory": is_out_of_memory(error)}
+    if isinstance(error, RankError):
+        return error.out_of_memory
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ON_THE_HOST)
 
 
 def _failures(every: list[Message]) -> dict[int, Message]:

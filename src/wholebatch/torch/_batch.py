@@ -94,6 +94,10 @@ class OpenBatch:
         """Run the backward of a piece that was added before, without adding anything."""
         self.sums.add(nothing(read(returned, rows)), Pass([], []))
 
+    def sum_up(self) -> None:
+        """Turn the sums into the gradient without a verdict, which needs values."""
+        finalise(self.sums, self._weights.factor(self._ledger.totals()), None)
+
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""
         if self._in_a_loop and not (step.scaler is None and self._scale is None):

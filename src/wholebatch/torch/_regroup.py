@@ -39,9 +39,7 @@ class ByLength:
         self.trim = trim
 
     @classmethod
-    def of(
-        cls, lengths: Any, micro_batch_tokens: Any, trim: Any, sizes: tuple[int | None, int | None]
-    ) -> "ByLength | None":
+    def of(cls, lengths: Any, micro_batch_tokens: Any, trim: Any, sizes: tuple[Any, Any]) -> "ByLength | None":
         """What the options mean, or an error where they cannot be meant; None without `lengths`."""
         for name, function in {"lengths": lengths, "trim": trim}.items():
             if function is not None and not callable(function):

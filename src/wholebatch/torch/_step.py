@@ -72,6 +72,7 @@ class Step:
             state = self.scaler.state_dict()
             self.scaler.update()
             self.scaler.load_state_dict(state)
+            self._unscaled = []
 
     def take(self, parameters: list[Tensor]) -> bool:
         """Step once and zero the gradients; returns whether a step was taken."""

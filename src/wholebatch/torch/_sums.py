@@ -125,6 +125,11 @@ class GradientSums:
         adopted = [leaf.grad for leaf in self._leaves[self._given :] if leaf.grad is not None]
         return given, adopted
 
+    @property
+    def adopted(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The leaves besides the given parameters, each with what its `.grad` held before the batch."""
+        return list(zip(self._leaves[self._given :], self._before[self._given :], strict=True))
+
     def scale(self, factor: Number | Tensor) -> None:
         """Multiply all that was summed so far, and what was kept aside."""
         for gradients in (*self.gradients(), [gradient for gradient in self._aside or () if gradient is not None]):

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from .._errors import BatchError, OptionError
 from .._plan import positive_integer
 from ._accumulator import Accumulator, Optimizers
+from ._auto import MicroBatchSize
 from ._loss import LossFunction
 from ._model import Model, require
 from ._result import Result
@@ -47,7 +48,8 @@ def train(
     *,
     epochs: int = 1,
     accumulation_steps: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: MicroBatchSize = None,
+    memory: int | str | None = None,
     precision: Precision | None = None,
     max_norm: float | None = None,
     scaler: Any = None,
@@ -64,7 +66,8 @@ def train(
         epochs: how often the loader is read.
         accumulation_steps: the number of the loader's micro-batches that make a batch; an epoch's last batch may
             hold fewer.
-        micro_batch_size: cut the loader's batches into pieces of at most that many rows, instead.
+        micro_batch_size: cut the loader's batches into pieces of at most that many rows, instead; or "auto".
+        memory: the budget for "auto", as for `Accumulator`.
         precision: "bf16" or "fp16" run the loss function under autocast; "fp16" with a `GradScaler`.
         max_norm: clip each batch's gradient to this norm.
         scaler: a `GradScaler` of your own.
@@ -90,7 +93,7 @@ def train(
         raise OptionError(f'precision must be "fp32", "bf16" or "fp16", got {precision!r}')
     trained = Model(model)
     parameters = require(trained.parameters())
-    accumulator = Accumulator(trained.members, micro_batch_size=micro_batch_size)
+    accumulator = Accumulator(trained.members, micro_batch_size=micro_batch_size, memory=memory)
     if precision == "fp16" and scaler is None:
         scaler = torch.amp.GradScaler(parameters[0].device.type)
     loss_fn = _under_autocast(loss_fn, parameters[0].device.type, precision)
