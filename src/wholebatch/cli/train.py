@@ -12,7 +12,7 @@ from . import DONE, INTERRUPTED, Command, say
 
 HELP = """Train a GPT with a batch that does not fit the memory, and say what came of it.
 
-Without options: two minutes on the source of Python's standard library, into runs/train."""
+Without options: a minute or two on the source of Python's standard library, into runs/train."""
 
 
 @click.command(
@@ -45,7 +45,7 @@ Without options: two minutes on the source of Python's standard library, into ru
 @click.option("--warmup", type=int, metavar="STEPS", help="Until the learning rate is reached (a tenth).")
 @click.option("--max-norm", type=float, help="Clip gradients to this norm (1).")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]), help="What is computed in (fp32).")
-@click.option("--steps", type=int, help="Optimizer steps (120).")
+@click.option("--steps", type=int, help="Optimizer steps (160).")
 @click.option("--tokens", type=int, help="Tokens to train on, in place of --steps.")
 @click.option("--seed", type=int, help="Of weights, batches and dropout (0).")
 @click.option("--validate-every", type=int, metavar="STEPS", help="Between validations (a tenth).")

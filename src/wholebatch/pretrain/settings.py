@@ -170,8 +170,8 @@ class Settings:
                 raise OptionError(f"{option(name)} must be greater than 0 and finite, got {getattr(self, name):g}")
 
 
-STEPS = 120
-"""What two cores manage in about two minutes."""
+STEPS = 160
+"""What two cores manage in a minute or two."""
 
 
 def option(name: str) -> str:
