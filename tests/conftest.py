@@ -1,6 +1,9 @@
 """What every test process needs before a framework is loaded."""
 
 import os
+import sys
+
+import pytest
 
 # Programs here run for milliseconds: time spent on optimising them is lost.
 QUICK_TO_COMPILE = (
@@ -11,3 +14,22 @@ QUICK_TO_COMPILE = (
     "--xla_force_host_platform_device_count=8",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The jobs of `wholebatch bench` are done here, and leave the frameworks as they were."""
+    import torch
+
+    from wholebatch.bench import _run
+    from wholebatch.bench._worker import work
+
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    double = "jax" in sys.modules and sys.modules["jax"].config.jax_enable_x64
+    monkeypatch.setattr(_run, "_run", work)
+    monkeypatch.setattr(_run, "threads", lambda: threads)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_enable_x64", bool(double))

@@ -26,11 +26,12 @@ SumDtype = Any
 class Sums(NamedTuple):
     """What the pieces add up to."""
 
-    gradients: tuple[Tree, ...]
     totals: dict[str, Array]
     counts: dict[str, Array]
     aux: list[Tree]
     aux_weight: Array
+    gradients: tuple[Tree, ...]
+    """Last in the carry: XLA on CPU then needs one buffer less to divide them (tests/jax/test_programs.py)."""
 
 
 class Pieces(NamedTuple):
@@ -116,7 +117,7 @@ def _of_piece(
     }
     weight = _as_weight(*counts.values()) if len(counts) == len(outcome.values) == 1 else _as_weight(rows)
     added, kept = reduction.of_piece(outcome.aux, weight)
-    return Sums(gradients, totals, counts, added, weight), kept, outcome.state
+    return Sums(totals, counts, added, weight, gradients), kept, outcome.state
 
 
 def _added(sums: Any, addend: Any) -> Any:
