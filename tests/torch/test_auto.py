@@ -14,7 +14,7 @@ from torch import nn
 
 from reference import assert_exact
 from wholebatch import BudgetError, Mean, OptionError, OptionTypeError
-from wholebatch.torch import Accumulator, Window, backward, plan, train
+from wholebatch.torch import Accumulator, Window, _auto, backward, plan, train
 
 MESSAGES = [
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
@@ -150,6 +150,23 @@ def test_a_budget_finds_the_size_with_the_plan():
     accumulator = Accumulator(model, micro_batch_size="auto", memory="10MiB")
     assert accumulator.step(loss_fn, batch, optimizer).num_micro_batches == expected.num_micro_batches > 1
     assert accumulator.step(loss_fn, batch[:3], optimizer).num_micro_batches == -(-3 // expected.micro_batch_size)
+
+
+@pytest.mark.parametrize(("free", "pieces"), [(10 * 2**20, None), (2**20, 16), (2**40, 1)])
+def test_without_a_budget_a_device_says_what_is_free(monkeypatch, free, pieces):
+    model, loss_fn, batch = small_gpt()
+    monkeypatch.setattr(_auto, "only_device", lambda parameters: torch.device("cuda"))
+    monkeypatch.setattr(_auto, "_usable", lambda device: free)
+    expected = pieces or plan(model, loss_fn, batch, memory=free).num_micro_batches
+    assert backward(model, loss_fn, batch, micro_batch_size="auto").num_micro_batches == expected
+
+
+def test_what_cannot_be_planned_is_tried_as_a_whole(monkeypatch):
+    model, (x, y) = make_model(), make_data()
+    monkeypatch.setattr(_auto, "only_device", lambda parameters: torch.device("cuda"))
+    monkeypatch.setattr(_auto, "_usable", lambda device: 2**30)
+    rows = int(y.max())  # a value
+    assert backward(model, lambda b: model(b[0]).mean() * int(b[1].max()) / rows, (x, y), micro_batch_size="auto").rows
 
 
 def test_a_budget_too_small_changes_nothing():

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .._budget import bytes_of
-from .._errors import BudgetError, OptionError, PlanError, RankError
+from .._errors import BudgetError, OptionError, RankError
 from .._plan import balanced
 from ._agree import is_out_of_memory
 from ._cut import rows_if_known
@@ -60,8 +60,8 @@ class AutoSize:
             try:
                 self.rows = plan(model.members, loss_fn, batch, memory=_usable(device), **options).micro_batch_size
             except BudgetError:
-                self.rows = 1  # what was counted as taken may be in use by the step itself: let it try
-            except PlanError:
+                self.rows = 1  # close to what is free the plan may be wrong, so it is tried
+            except Exception:  # what cannot be planned may still run; if that is not it, it fails again
                 self.rows = None
         self._chosen = True
 
