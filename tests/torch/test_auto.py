@@ -14,7 +14,7 @@ from torch import nn
 
 from reference import assert_exact
 from wholebatch import BudgetError, Mean, OptionError, OptionTypeError
-from wholebatch.torch import Accumulator, Window, backward, plan, train
+from wholebatch.torch import Accumulator, Window, _auto, backward, plan, train
 
 MESSAGES = [
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
@@ -152,6 +152,23 @@ def test_a_budget_finds_the_size_with_the_plan():
     assert accumulator.step(loss_fn, batch[:3], optimizer).num_micro_batches == -(-3 // expected.micro_batch_size)
 
 
+@pytest.mark.parametrize(("free", "pieces"), [(10 * 2**20, None), (2**20, 16), (2**40, 1)])
+def test_without_a_budget_a_device_says_what_is_free(monkeypatch, free, pieces):
+    model, loss_fn, batch = small_gpt()
+    monkeypatch.setattr(_auto, "only_device", lambda parameters: torch.device("cuda"))
+    monkeypatch.setattr(_auto, "_usable", lambda device: free)
+    expected = pieces or plan(model, loss_fn, batch, memory=free).num_micro_batches
+    assert backward(model, loss_fn, batch, micro_batch_size="auto").num_micro_batches == expected
+
+
+def test_what_cannot_be_planned_is_tried_as_a_whole(monkeypatch):
+    model, (x, y) = make_model(), make_data()
+    monkeypatch.setattr(_auto, "only_device", lambda parameters: torch.device("cuda"))
+    monkeypatch.setattr(_auto, "_usable", lambda device: 2**30)
+    rows = int(y.max())  # a value
+    assert backward(model, lambda b: model(b[0]).mean() * int(b[1].max()) / rows, (x, y), micro_batch_size="auto").rows
+
+
 def test_a_budget_too_small_changes_nothing():
     model, loss_fn, batch = small_gpt(rows=4)
     with pytest.raises(BudgetError, match="is too little"):
@@ -181,12 +198,37 @@ def test_terms_with_counts_are_planned_with_them():
     backward(model, loss, data, counts=counts, micro_batch_size="auto", memory="1GiB")
 
 
-def test_a_budget_goes_with_auto():
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"micro_batch_size": 4, "memory": "8GiB"},
+            "both memory='8GiB', which finds a size, and micro_batch_size=4 were",
+        ),
+        (
+            {"micro_batch_size": "auto", "num_micro_batches": 2},
+            'both micro_batch_size="auto", which finds a size, and num_',
+        ),
+        (
+            {"micro_batch_tokens": 9, "lengths": len, "memory": 1},
+            "both memory=1, which finds a size, and micro_batch_tokens=9",
+        ),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else ", ".join(given),
+)
+def test_a_size_is_found_or_given(options, text):
+    with pytest.raises(OptionError, match=text):
+        Accumulator(make_model(), **options)
+
+
+def test_a_budget_alone_means_auto():
+    model, loss_fn, batch = small_gpt(rows=8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert Accumulator(model, memory="10MiB").step(loss_fn, batch, optimizer).num_micro_batches > 1
+
+
+def test_what_is_not_auto_is_a_size():
     model = make_model()
-    with pytest.raises(OptionError, match='memory="8GiB" is a budget|goes with micro_batch_size="auto", got'):
-        Accumulator(model, micro_batch_size=4, memory="8GiB")
-    with pytest.raises(OptionError, match='both micro_batch_size="auto" and num_micro_batches=2 were given'):
-        Accumulator(model, micro_batch_size="auto", num_micro_batches=2)
     with pytest.raises(OptionTypeError, match="micro_batch_size must be a positive integer, got 'automatic'"):
         Accumulator(model, micro_batch_size="automatic")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .._budget import bytes_of
-from .._errors import BudgetError, OptionError, PlanError, RankError
+from .._errors import BudgetError, OptionError, RankError
 from .._plan import balanced
 from ._agree import is_out_of_memory
 from ._cut import rows_if_known
@@ -60,8 +60,8 @@ class AutoSize:
             try:
                 self.rows = plan(model.members, loss_fn, batch, memory=_usable(device), **options).micro_batch_size
             except BudgetError:
-                self.rows = 1  # what was counted as taken may be in use by the step itself: let it try
-            except PlanError:
+                self.rows = 1  # close to what is free the plan may be wrong, so it is tried
+            except Exception:  # what cannot be planned may still run; if that is not it, it fails again
                 self.rows = None
         self._chosen = True
 
@@ -91,20 +91,22 @@ class AutoSize:
             _release()
 
 
-def auto_size(micro_batch_size: Any, num_micro_batches: Any, memory: int | str | None) -> AutoSize | None:
-    """What finds the size, if that was asked for."""
-    if isinstance(micro_batch_size, str) and micro_batch_size == "auto":
-        if num_micro_batches is not None:
-            raise OptionError(
-                f'both micro_batch_size="auto" and num_micro_batches={num_micro_batches!r} were given: give one of them'
-            )
-        return AutoSize(memory)
-    if memory is not None:
-        raise OptionError(
-            f'memory={memory!r} is a budget to find a size by: it goes with micro_batch_size="auto", got '
-            f"micro_batch_size={micro_batch_size!r}"
-        )
-    return None
+def auto_size(micro_batch_size: Any, memory: int | str | None, **others: Any) -> AutoSize | None:
+    """What finds the size, if that was asked for: by "auto", or by a budget and nothing else.
+
+    Args:
+        micro_batch_size: the option.
+        memory: the budget, if there is one.
+        others: the options that say in another way how a batch is cut, by name.
+    """
+    sizes = {name: given for name, given in others.items() if given is not None}
+    auto = isinstance(micro_batch_size, str) and micro_batch_size == "auto"
+    if micro_batch_size is not None and not auto:
+        sizes["micro_batch_size"] = micro_batch_size
+    for name, given in sizes.items() if auto or memory is not None else ():
+        asked = 'micro_batch_size="auto"' if auto else f"memory={memory!r}"
+        raise OptionError(f"both {asked}, which finds a size, and {name}={given!r} were given: give one of them")
+    return AutoSize(memory) if auto or memory is not None else None
 
 
 def _usable(device: torch.device) -> int:
