@@ -347,14 +347,19 @@ class SumOptions(TypedDict, total=False):
     sync: Sync
 
 
-class Options(SumOptions, total=False):
-    """The options of `Accumulator`."""
+class RunOptions(SumOptions, total=False):
+    """The options of `Accumulator` that `train` hands on."""
 
-    micro_batch_size: MicroBatchSize
     num_micro_batches: int | None
     micro_batch_tokens: int | None
     lengths: LengthFunction | None
     trim: TrimFunction | None
+
+
+class Options(RunOptions, total=False):
+    """The options of `Accumulator`."""
+
+    micro_batch_size: MicroBatchSize
     memory: int | str | None
 
 
