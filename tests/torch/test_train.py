@@ -318,6 +318,7 @@ def test_nothing_is_shown_elsewhere_or_when_switched_off(monkeypatch):
         ({"accumulation_steps": 0}, "accumulation_steps must be at least 1, got 0"),
         ({"accumulation_steps": 2, "micro_batch_size": 2}, "both accumulation_steps=2 and micro_batch_size=2"),
         ({"accumulation_steps": 2, "num_micro_batches": 3}, "both accumulation_steps=2 and num_micro_batches=3"),
+        ({"accumulation_steps": 2, "memory": "1GiB"}, "both accumulation_steps=2 and memory='1GiB'"),
         ({"accumulation_steps": 2, "lengths": len}, "both accumulation_steps=2 and lengths=<built-in function len>"),
         ({"precision": "int8"}, 'precision must be "fp32", "bf16" or "fp16", got \'int8\''),
         ({"max_norm": -1}, "max_norm must be a positive number"),

@@ -12,17 +12,18 @@ from tqdm import tqdm
 from .._errors import BatchError, OptionError
 from .._plan import positive_integer
 from .._terms import described
-from ._accumulator import Accumulator, Optimizers, RunOptions
+from ._accumulator import Accumulator, Optimizers
 from ._auto import MicroBatchSize
 from ._loss import CountFunction, LossFunction
 from ._model import Model, require
+from ._options import RunOptions
 from ._result import Result
 from ._step import Step
 from ._window import windows
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-_CUTS = ("micro_batch_size", "num_micro_batches", "micro_batch_tokens", "lengths")
+_CUTS = ("micro_batch_size", "num_micro_batches", "micro_batch_tokens", "lengths", "memory")
 """Options that cut a whole batch."""
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,7 +93,7 @@ def train(
     """
     positive_integer("epochs", epochs)
     positive_integer("accumulation_steps", accumulation_steps)
-    given: dict[str, Any] = {"micro_batch_size": micro_batch_size, **options}
+    given: dict[str, Any] = {"micro_batch_size": micro_batch_size, "memory": memory, **options}
     cuts = [name for name in _CUTS if given.get(name) is not None]
     if accumulation_steps > 1 and cuts:
         raise OptionError(
@@ -103,7 +104,7 @@ def train(
         raise OptionError(f'precision must be "fp32", "bf16" or "fp16", got {precision!r}')
     trained = Model(model)
     parameters = require(trained.parameters())
-    accumulator = Accumulator(trained.members, memory=memory, **given)
+    accumulator = Accumulator(trained.members, **given)
     if precision == "fp16" and scaler is None:
         scaler = torch.amp.GradScaler(parameters[0].device.type)
     loss_fn = _under_autocast(loss_fn, parameters[0].device.type, precision)
