@@ -198,12 +198,37 @@ def test_terms_with_counts_are_planned_with_them():
     backward(model, loss, data, counts=counts, micro_batch_size="auto", memory="1GiB")
 
 
-def test_a_budget_goes_with_auto():
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"micro_batch_size": 4, "memory": "8GiB"},
+            "both memory='8GiB', which finds a size, and micro_batch_size=4 were",
+        ),
+        (
+            {"micro_batch_size": "auto", "num_micro_batches": 2},
+            'both micro_batch_size="auto", which finds a size, and num_',
+        ),
+        (
+            {"micro_batch_tokens": 9, "lengths": len, "memory": 1},
+            "both memory=1, which finds a size, and micro_batch_tokens=9",
+        ),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else ", ".join(given),
+)
+def test_a_size_is_found_or_given(options, text):
+    with pytest.raises(OptionError, match=text):
+        Accumulator(make_model(), **options)
+
+
+def test_a_budget_alone_means_auto():
+    model, loss_fn, batch = small_gpt(rows=8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert Accumulator(model, memory="10MiB").step(loss_fn, batch, optimizer).num_micro_batches > 1
+
+
+def test_what_is_not_auto_is_a_size():
     model = make_model()
-    with pytest.raises(OptionError, match='memory="8GiB" is a budget|goes with micro_batch_size="auto", got'):
-        Accumulator(model, micro_batch_size=4, memory="8GiB")
-    with pytest.raises(OptionError, match='both micro_batch_size="auto" and num_micro_batches=2 were given'):
-        Accumulator(model, micro_batch_size="auto", num_micro_batches=2)
     with pytest.raises(OptionTypeError, match="micro_batch_size must be a positive integer, got 'automatic'"):
         Accumulator(model, micro_batch_size="automatic")
 

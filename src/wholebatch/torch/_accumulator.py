@@ -49,8 +49,8 @@ class Accumulator:
         lengths: takes a batch, returns each row's length. Rows are then sorted by length, and right padding beyond the
             longest row of a piece is trimmed, from axis 1 of all tensors that have the padded width there.
         trim: takes a piece and its longest length, returns the piece to compute; for padding that is elsewhere.
-        memory: the budget that "auto" finds the size by, in bytes or such as "24GiB", with `plan`. Without one it is
-            the memory that a CUDA device has free; on the host the whole batch is tried first.
+        memory: the budget that "auto" finds the size by, in bytes or such as "24GiB", with `plan`; by itself it means
+            "auto". Without one it is what a CUDA device has free; on the host the whole batch is tried first.
         accum_dtype: what gradients are summed in where there are several pieces: "auto" is float32 for 16-bit
             gradients and a gradient's own dtype for all others. They are rounded once, after clipping.
         in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
@@ -94,7 +94,9 @@ class Accumulator:
         on_nonfinite: OnNonfinite = "raise",
         sync: Sync = "once",
     ) -> None:
-        self._auto = auto_size(micro_batch_size, num_micro_batches, memory)
+        self._auto = auto_size(
+            micro_batch_size, memory, num_micro_batches=num_micro_batches, micro_batch_tokens=micro_batch_tokens
+        )
         size = None if self._auto else micro_batch_size
         self._micro_batch_size, self._num_micro_batches = check_sizes(size, num_micro_batches)
         self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))

@@ -91,20 +91,22 @@ class AutoSize:
             _release()
 
 
-def auto_size(micro_batch_size: Any, num_micro_batches: Any, memory: int | str | None) -> AutoSize | None:
-    """What finds the size, if that was asked for."""
-    if isinstance(micro_batch_size, str) and micro_batch_size == "auto":
-        if num_micro_batches is not None:
-            raise OptionError(
-                f'both micro_batch_size="auto" and num_micro_batches={num_micro_batches!r} were given: give one of them'
-            )
-        return AutoSize(memory)
-    if memory is not None:
-        raise OptionError(
-            f'memory={memory!r} is a budget to find a size by: it goes with micro_batch_size="auto", got '
-            f"micro_batch_size={micro_batch_size!r}"
-        )
-    return None
+def auto_size(micro_batch_size: Any, memory: int | str | None, **others: Any) -> AutoSize | None:
+    """What finds the size, if that was asked for: by "auto", or by a budget and nothing else.
+
+    Args:
+        micro_batch_size: the option.
+        memory: the budget, if there is one.
+        others: the options that say in another way how a batch is cut, by name.
+    """
+    sizes = {name: given for name, given in others.items() if given is not None}
+    auto = isinstance(micro_batch_size, str) and micro_batch_size == "auto"
+    if micro_batch_size is not None and not auto:
+        sizes["micro_batch_size"] = micro_batch_size
+    for name, given in sizes.items() if auto or memory is not None else ():
+        asked = 'micro_batch_size="auto"' if auto else f"memory={memory!r}"
+        raise OptionError(f"both {asked}, which finds a size, and {name}={given!r} were given: give one of them")
+    return AutoSize(memory) if auto or memory is not None else None
 
 
 def _usable(device: torch.device) -> int:
