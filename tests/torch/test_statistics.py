@@ -185,6 +185,15 @@ def test_micro_warns_once():
     assert warning.filename == __file__
 
 
+def test_a_model_that_is_the_layer_itself_is_called_the_model():
+    norm, x = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    refused = pytest.raises(BatchNormError, match=r"^the model \(BatchNorm1d\)")
+    warned = pytest.warns(UserWarning, match="^the model: normalised")
+    for option, told in {"refuse": refused, "micro": warned}.items():
+        with told:
+            Accumulator(norm, micro_batch_size=2, batch_norm=option).backward(lambda piece: norm(piece).mean(), x)
+
+
 def test_a_failing_piece_restores_statistics_momentum_and_hooks():
     model, x = model_of("BatchNorm2d"), images()
     before = buffers(model)

@@ -54,8 +54,8 @@ def halving(optimizer):
 
 @pytest.mark.parametrize(
     ("batch_size", "options"),
-    [(4, {"accumulation_steps": 3}), (12, {"micro_batch_size": 5}), (12, {})],
-    ids=["micro-batches", "whole batches", "no cut"],
+    [(4, {"accumulation_steps": 3}), (12, {"micro_batch_size": 5}), (12, {"memory": "1MiB"}), (12, {})],
+    ids=["micro-batches", "whole batches", "budget", "no cut"],
 )
 def test_a_run_equals_the_raw_loop_over_whole_batches(batch_size, options):
     """26 rows are two batches of 12 and one of 2, of which the micro-batches make a short window."""
