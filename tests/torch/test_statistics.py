@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import assert_exact
-from wholebatch import WholeBatchError
+from wholebatch import BatchNormError, WholeBatchError
 from wholebatch.torch import Accumulator, Window, backward, check
 
 ROWS = 10
