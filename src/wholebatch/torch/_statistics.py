@@ -11,6 +11,7 @@ A piece is made to leave its own statistics in the running buffers by a momentum
 A module that is called several times per piece is pooled call by call.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,8 +56,16 @@ def warn(found: dict[str, _NormBase]) -> None:
         f"{', '.join(found)}: normalised by the statistics of each piece, so the gradient is not that of the "
         "whole batch; running statistics are",
         UserWarning,
-        stacklevel=5,
+        stacklevel=_levels_to_the_caller(),
     )
+
+
+def _levels_to_the_caller() -> int:
+    """How many calls lie between `warn` and the line outside of this package that led to it."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(f"{__package__}."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 @contextmanager
