@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test lint types unit format clean
+.PHONY: train test lint types unit soak format clean
 
-train: .venv/train.done ## the main job: a short real training run
-	$(BIN)/python examples/train.py
+train: .venv/train.done ## the main job: a language model, from data to report
+	$(BIN)/wholebatch train --overwrite
 
 test: lint types unit ## everything that has to hold
 
@@ -22,6 +22,9 @@ types: .venv/dev.done
 unit: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --cov --cov-report term --quiet
 
+soak: .venv/dev.done ## kill a run fifty times and resume it; its weights must not notice
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/pretrain $(BIN)/python tests/pretrain/kills.py 50
+
 format: .venv/dev.done
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -30,7 +33,7 @@ clean:
 	rm -rf .venv
 
 .venv/train.done: pyproject.toml constraints.txt | .venv
-	$(INSTALL) --editable ".[torch]"
+	$(INSTALL) --editable ".[torch,cli]"
 	touch $@
 
 .venv/dev.done: pyproject.toml constraints.txt | .venv

@@ -5,13 +5,11 @@
 where the rate was chosen for B0 rows; with a warm-up counted in optimizer steps.
 """
 
-import math
-
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from .._errors import OptionError
 from .._plan import positive_integer
+from .._rates import scale_of
 
 
 def scale_lr(
@@ -37,13 +35,11 @@ def scale_lr(
     [0.1]
     """
     ratio = positive_integer("batch_size", batch_size) / positive_integer("base_batch_size", base_batch_size)
-    scales = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
-    if rule not in scales:
-        raise OptionError(f'rule must be "linear", "sqrt" or "none", got {rule!r}')
+    scale = scale_of(rule, ratio)
     if warmup_steps:
         positive_integer("warmup_steps", warmup_steps)
     for group in optimizer.param_groups:
         for rate in ("lr", "initial_lr"):
             if rate in group:
-                group[rate] = group[rate] * scales[rule]
+                group[rate] = group[rate] * scale
     return LinearLR(optimizer, start_factor=1 / (warmup_steps or 1), total_iters=max(1, (warmup_steps or 1) - 1))

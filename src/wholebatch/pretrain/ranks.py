@@ -1,0 +1,67 @@
+"""Several processes under `torchrun`: who is who, and what they have to agree on."""
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+
+class Ranks:
+    """The processes of a run; one, unless `torchrun` started more.
+
+    Args:
+        backend: the framework; only PyTorch's processes are counted here.
+    """
+
+    def __init__(self, backend: str) -> None:
+        together = backend == "torch" and "TORCHELASTIC_RUN_ID" in os.environ
+        self.size = int(os.environ["WORLD_SIZE"]) if together else 1
+        self.rank = int(os.environ["RANK"]) if together else 0
+        self.local_rank = int(os.environ["LOCAL_RANK"]) if together else 0
+
+    @classmethod
+    def alone(cls) -> Self:
+        """One process, whoever started it."""
+        return cls("jax")
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the files and talks."""
+        return self.rank == 0
+
+    def __enter__(self) -> Self:
+        if self.size > 1:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.local_rank)
+            torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self.size > 1:
+            import torch
+
+            torch.distributed.destroy_process_group()
+
+    def from_first(self, value: Any) -> Any:
+        """What the first process gives, in all of them."""
+        if self.size == 1:
+            return value
+        import torch
+
+        box = [value]
+        torch.distributed.broadcast_object_list(box)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds for one of them."""
+        if self.size == 1:
+            return flag
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        flags = torch.tensor(int(flag), device=device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        return bool(flags.item())
