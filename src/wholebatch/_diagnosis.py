@@ -41,7 +41,7 @@ class Finding:
         return f"{self.where}: {advice}" if self.where else advice
 
 
-class Bench(Protocol):
+class Probe(Protocol):
     """What a front end can find out about a model, a loss and a few rows."""
 
     rows: int
@@ -79,74 +79,74 @@ class Bench(Protocol):
         """The first other layout of the batch in which the split is exact, in words."""
 
 
-def diagnose(bench: Bench) -> Finding:
+def diagnose(probe: Probe) -> Finding:
     """What explains the error of a split that is not exact."""
-    if not bench.repeats():
+    if not probe.repeats():
         return Finding(("state",))
-    if _is_noise(bench):
+    if _is_noise(probe):
         return Finding(("rounding",))
     shares: dict[Cause, float] = {}
     off: frozenset[Cause] = frozenset()
-    error, without_randomness = bench.error, None
-    for suspect in bench.suspects:
+    error, without_randomness = probe.error, None
+    for suspect in probe.suspects:
         off |= {suspect}
-        without = bench.error_without(off)
-        if suspect in bench.certain or without < error / 2 or without <= bench.tolerance < error:
+        without = probe.error_without(off)
+        if suspect in probe.certain or without < error / 2 or without <= probe.tolerance < error:
             shares[suspect] = _difference(error, without)
         if suspect == "randomness":
-            without_randomness = without <= bench.tolerance
+            without_randomness = without <= probe.tolerance
         error = without
-        if error <= bench.tolerance:
+        if error <= probe.tolerance:
             break
     where = ""
-    if not error <= bench.tolerance:
-        cause, where = _cause_in_the_loss(bench, off)
+    if not error <= probe.tolerance:
+        cause, where = _cause_in_the_loss(probe, off)
         if cause is not None:
             shares[cause] = max(error, shares.get(cause, 0.0))
     causes = tuple(sorted(shares, key=lambda cause: -shares[cause]))
-    if causes and causes[0] in bench.suspects:
-        where = bench.where(causes[0])
+    if causes and causes[0] in probe.suspects:
+        where = probe.where(causes[0])
     return Finding(causes, where, without_randomness if "randomness" in causes else None)
 
 
-def _is_noise(bench: Bench) -> bool:
+def _is_noise(probe: Probe) -> bool:
     """Whether an error in low precision is as small as that of adding up the same rows in another order."""
-    if bench.eps < 1e-15 or bench.suspects or not bench.error <= min(512 * bench.eps, 0.05):
+    if probe.eps < 1e-15 or probe.suspects or not probe.error <= min(512 * probe.eps, 0.05):
         return False
-    noise = max(order_matters(bench.rows, _view(bench, term, frozenset())) for term in bench.terms())
-    return math.isfinite(noise) and bench.error <= NOISE * noise
+    noise = max(order_matters(probe.rows, _view(probe, term, frozenset())) for term in probe.terms())
+    return math.isfinite(noise) and probe.error <= NOISE * noise
 
 
-def _cause_in_the_loss(bench: Bench, off: frozenset[Cause]) -> tuple[Cause | None, str]:
+def _cause_in_the_loss(probe: Probe, off: frozenset[Cause]) -> tuple[Cause | None, str]:
     """What a term that is not what it is read as breaks; one about which more is known than that it cannot be cut."""
-    terms = bench.terms()
-    views: dict[str, Observe] = {name: _view(bench, name, off) for name in terms}
-    broken = {name: rule_broken(per, bench.rows, views[name], bench.eps) for name, per in terms.items()}
+    terms = probe.terms()
+    views: dict[str, Observe] = {name: _view(probe, name, off) for name in terms}
+    broken = {name: rule_broken(per, probe.rows, views[name], probe.eps) for name, per in terms.items()}
     told = [name for name, cause in broken.items() if cause not in (None, "coupled-rows")]
     uncut = [name for name, cause in broken.items() if cause == "coupled-rows"]
     if told:
         return broken[told[0]], title(told[0]) if len(terms) > 1 else ""
     if not uncut:
         return None, ""
-    if bench.sees_batch_statistics():
+    if probe.sees_batch_statistics():
         return "batch-statistics", ""
-    if _may_not_be_rows(bench, views[uncut[0]]):
-        layout = bench.other_layout(off)
+    if _may_not_be_rows(probe, views[uncut[0]]):
+        layout = probe.other_layout(off)
         if layout is not None:
             return "wrong-axis", layout
-    coupled = [name for name in uncut if not rows_are_separate(bench.rows, views[name])]
+    coupled = [name for name in uncut if not rows_are_separate(probe.rows, views[name])]
     if not coupled:
         return None, ""  # pieces fail for a reason of their own
     return "coupled-rows", title(coupled[0]) if len(terms) > 1 else ""
 
 
-def _view(bench: Bench, term: str, off: frozenset[Cause]) -> Observe:
-    return lambda rows: bench.observe(term, off, rows)
+def _view(probe: Probe, term: str, off: frozenset[Cause]) -> Observe:
+    return lambda rows: probe.observe(term, off, rows)
 
 
-def _may_not_be_rows(bench: Bench, observe: Observe) -> bool:
+def _may_not_be_rows(probe: Probe, observe: Observe) -> bool:
     """Rows have no order: if shuffling all arrays alike changes the gradient, they hold something else."""
-    return observe([0]) is None or order_matters(bench.rows, observe) > max(1e-9, 256 * bench.eps)
+    return observe([0]) is None or order_matters(probe.rows, observe) > max(1e-9, 256 * probe.eps)
 
 
 def _difference(before: float, after: float) -> float:

@@ -126,7 +126,7 @@ def test_order_and_separateness():
 
 @dataclass
 class Fake:
-    """A bench whose numbers are given."""
+    """A probe whose numbers are given."""
 
     error: float = 1.0
     suspects: tuple = ()
@@ -176,21 +176,21 @@ def test_what_is_exact_once_it_is_switched_off_is_the_cause():
 
 
 def test_what_changes_nothing_is_no_cause():
-    bench = Fake(suspects=(B,), without={frozenset([B]): 1.0}, loss=lambda r: Observation(total(r)))
-    assert diagnose(bench).causes == ("sum-as-mean",)
+    probe = Fake(suspects=(B,), without={frozenset([B]): 1.0}, loss=lambda r: Observation(total(r)))
+    assert diagnose(probe).causes == ("sum-as-mean",)
 
 
 @pytest.mark.parametrize(("left", "order"), [(0.1, (B, "sum-as-mean")), (0.9, ("sum-as-mean", B))])
 def test_what_explains_most_comes_first(left, order):
-    bench = Fake(
+    probe = Fake(
         suspects=(B,), certain=frozenset([B]), without={frozenset([B]): left}, loss=lambda r: Observation(total(r))
     )
-    assert diagnose(bench).causes == order
+    assert diagnose(probe).causes == order
 
 
 def test_a_split_that_fails_is_explained_by_what_lets_it_work():
-    bench = Fake(error=math.inf, suspects=(S, B), without={frozenset([S]): math.inf, frozenset([S, B]): 0.0})
-    assert diagnose(bench).causes == (B,)
+    probe = Fake(error=math.inf, suspects=(S, B), without={frozenset([S]): math.inf, frozenset([S, B]): 0.0})
+    assert diagnose(probe).causes == (B,)
 
 
 def test_shuffled_rows_tell_the_wrong_axis():

@@ -74,6 +74,7 @@ CALLS = [
     (lambda: run(PARAMS, X, batch_argnums=(0, 1)), r"argument 0 \(params\) is in both argnums and batch_argnums"),
     (lambda: run(PARAMS, X, rng_argnums=0), r"argument 0 \(params\) is in both argnums and rng_argnums"),
     (lambda: run(PARAMS, X, argnums=5), "argnums holds 5, but 2 positional arguments were given"),
+    (lambda: run(PARAMS, X, batch_argnums="x"), "batch_argnums must hold positions of arguments, got 'x'"),
     (lambda: run(PARAMS, X, batch_argnums=2), "batch_argnums holds 2, but 2 positional arguments were given"),
     (lambda: run(PARAMS, X, batch_argnames="z"), "batch_argnames holds 'z', which is not among the arguments given by"),
     (lambda: run({"n": np.arange(3)}, X), r"params\['n'\] is int64: only floating point arrays can be differentiated"),

@@ -158,6 +158,29 @@ def test_what_counts_nothing_adds_nothing():
     assert state.skipped == 1
 
 
+def test_the_count_may_be_given_by_position():
+    optimizer = multi_steps(optax.sgd(1.0), 2)
+    params = jnp.zeros(2)
+    _, state = optimizer.update(jnp.ones(2), optimizer.init(params), params, 3)
+    updates, _ = optimizer.update(jnp.full(2, 5.0), state, params, 1)
+    assert updates.tolist() == [-2, -2]
+
+
+def test_it_may_be_the_body_of_a_scan():
+    """The state has the same types after each call; windows of 3 in 7 calls leave one open."""
+    optimizer = multi_steps(optax.sgd(1.0), 3)
+    params = {"w": jnp.zeros(3), "b": jnp.zeros((), jnp.bfloat16)}
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params, count=jnp.int32(2))
+        return (optax.apply_updates(params, updates), state), None
+
+    grads = jax.tree.map(lambda p: jnp.ones((7, *p.shape), p.dtype), params)
+    (params, state), _ = jax.lax.scan(body, (params, optimizer.init(params)), grads)
+    assert (params["w"].tolist(), float(params["b"]), int(state.micro_step)) == ([-2] * 3, -2, 1)
+
+
 def test_16_bit_gradients_are_summed_in_float32():
     optimizer = multi_steps(optax.sgd(1.0), 1000)
     params = jnp.zeros((), jnp.bfloat16)

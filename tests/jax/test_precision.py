@@ -26,6 +26,18 @@ def test_adding_1_a_thousand_times_gives_1000(dtype):
     assert grads.dtype == loss.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [16001, 16384], ids=["a remainder", "equal pieces"])
+def test_a_mean_of_many_rows_is_weighted_in_float32(dtype, size):
+    """Its total is 330,000, which float16 does not hold."""
+
+    def mean(w, x):
+        return (w * x).mean(dtype=jnp.float32).astype(dtype)
+
+    args = jnp.asarray(10.125, dtype), jnp.ones(32768, dtype)
+    assert value_and_grad(mean, micro_batch_size=size)(*args)[0] == jax.value_and_grad(mean)(*args)[0] == 10.125
+
+
 def test_summing_in_bfloat16_gives_256():
     _, grads = value_and_grad(total, micro_batch_size=1, accum_dtype=jnp.bfloat16)(*ones(jnp.bfloat16))
     assert grads == 256

@@ -71,6 +71,13 @@ def compiled(fun, rows, size, width=3):
     return step.lower(params, jnp.ones((rows, width)), jnp.ones(rows)).compile()
 
 
+@pytest.mark.parametrize("fun", [loss_fn, several_terms], ids=["scalar", "terms"])
+def test_what_is_compiled_is_as_long_for_256_pieces_as_for_4(fun):
+    """So it takes as long to compile; the clock would say so less surely."""
+    few, many = (compiled(fun, 4 * pieces, 4).as_text().count("\n") for pieces in (4, 256))
+    assert many <= 1.05 * few
+
+
 def products(program):
     return len(re.findall(r"= [^=]*\bdot\(", program.as_text()))
 

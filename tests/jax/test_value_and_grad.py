@@ -26,7 +26,29 @@ def test_value_and_gradient_are_those_of_the_unsplit_batch(cut, jit):
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("argnums", [0, 1, -4, (0, 1), (1,), [1, 0]], ids=str)
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["under jit", "eagerly"])
+def test_weak_types_stay_weak(cut, jit):
+    """Else the parameters that are made of them would have another type in the next step, which is compiled anew."""
+
+    def line(w, b, x, y):
+        return (((x * w).sum(1) + b - y) ** 2).mean()
+
+    args = jnp.full(3, 0.5), 1.0, *make_batch()
+    _, split = jit(value_and_grad(line, (0, 1), batch_argnums=(2, 3), **cut))(*args)
+    _, whole = jax.value_and_grad(line, (0, 1))(*args)
+    assert_same(split, whole)
+    assert [leaf.weak_type for leaf in split] == [leaf.weak_type for leaf in whole] == [True, True]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("fun", [lambda p, y: y.mean(), lambda p, y: Mean(y.sum(), len(y))], ids=["scalar", "Mean"])
+def test_nothing_to_differentiate(fun, cut):
+    _, y = make_batch()
+    assert_same(value_and_grad(fun, **cut)({}, y), (y.mean(), {}))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("argnums", [0, 1, -4, np.int64(1), (0, 1), (1,), [1, 0]], ids=str)
 def test_argnums_of_every_form(argnums, cut):
     def loss_fn(w, b, x, y):
         return ((jnp.tanh(x @ w["w"]) * b - y[:, None]) ** 2).mean()
@@ -34,7 +56,7 @@ def test_argnums_of_every_form(argnums, cut):
     w, b = make_params()["in"], jnp.arange(1.0, 9.0)
     del w["b"]
     batch = make_batch()
-    forms = argnums if isinstance(argnums, int) else tuple(argnums)
+    forms = tuple(argnums) if isinstance(argnums, list) else argnums
     split = value_and_grad(loss_fn, argnums, batch_argnums=(2, 3), **cut)(w, b, *batch)
     assert_same(split, jax.value_and_grad(loss_fn, forms)(w, b, *batch))
 

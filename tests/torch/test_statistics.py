@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import assert_exact
-from wholebatch import WholeBatchError
+from wholebatch import BatchNormError, WholeBatchError
 from wholebatch.torch import Accumulator, Window, backward, check
 
 ROWS = 10
@@ -183,6 +183,15 @@ def test_micro_warns_once():
     (warning,) = caught
     assert str(warning.message).startswith("0: normalised by the statistics of each piece")
     assert warning.filename == __file__
+
+
+def test_a_model_that_is_the_layer_itself_is_called_the_model():
+    norm, x = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    refused = pytest.raises(BatchNormError, match=r"^the model \(BatchNorm1d\)")
+    warned = pytest.warns(UserWarning, match="^the model: normalised")
+    for option, told in {"refuse": refused, "micro": warned}.items():
+        with told:
+            Accumulator(norm, micro_batch_size=2, batch_norm=option).backward(lambda piece: norm(piece).mean(), x)
 
 
 def test_a_failing_piece_restores_statistics_momentum_and_hooks():

@@ -54,8 +54,8 @@ def halving(optimizer):
 
 @pytest.mark.parametrize(
     ("batch_size", "options"),
-    [(4, {"accumulation_steps": 3}), (12, {"micro_batch_size": 5}), (12, {})],
-    ids=["micro-batches", "whole batches", "no cut"],
+    [(4, {"accumulation_steps": 3}), (12, {"micro_batch_size": 5}), (12, {"memory": "1MiB"}), (12, {})],
+    ids=["micro-batches", "whole batches", "budget", "no cut"],
 )
 def test_a_run_equals_the_raw_loop_over_whole_batches(batch_size, options):
     """26 rows are two batches of 12 and one of 2, of which the micro-batches make a short window."""
@@ -160,6 +160,67 @@ def test_batch_norm_trains_where_batches_are_not_cut():
     assert train(model, make_loader(13), adamw(model), make_loss(model)).steps == 2
 
 
+def padded_batches():
+    """Two batches of token rows, padded on the right with 0."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[5, 1, 3, 2, 4, 1], [2, 2, 5, 1, 1, 3]])
+    tokens = torch.randint(1, 7, (2, 6, 5), generator=generator)
+    return list(tokens * (torch.arange(5) < lengths[..., None]))
+
+
+def make_token_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 4), nn.Tanh(), nn.Linear(4, 7)).double()
+
+
+def two_terms(model, divided=lambda term: term):
+    """Over the tokens, and over the rows that begin with an even one."""
+
+    def loss_fn(tokens):
+        logits, counts = model(tokens), counted(tokens)
+        nll = nn.functional.cross_entropy(logits.mT, tokens, ignore_index=0, reduction="sum")
+        even = (logits[:, 0].square().sum(1) * (tokens[:, 0] % 2 == 0)).sum()
+        return {"nll": divided(Mean(nll, counts["nll"])), "even": divided(0.1 * Mean(even, counts["even"]))}
+
+    return loss_fn
+
+
+def counted(tokens):
+    return {"nll": (tokens > 0).sum(), "even": (tokens[:, 0] % 2 == 0).sum()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": lambda tokens: (tokens > 0).sum(1), "micro_batch_tokens": 6},
+        {"lengths": lambda tokens: (tokens > 0).sum(1), "micro_batch_size": 2},
+        {"num_micro_batches": 4, "in_place": True},
+        {"accumulation_steps": 1},
+    ],
+    ids=["tokens", "lengths", "number", "no cut"],
+)
+def test_a_run_takes_counts_and_the_options_of_the_accumulator(options):
+    raw, model = make_token_model(), make_token_model()
+    optimizer = adamw(raw)
+    for batch in padded_batches():
+        optimizer.zero_grad()
+        sum(two_terms(raw, lambda term: term.value)(batch).values()).backward()
+        optimizer.step()
+    history = train(model, padded_batches(), adamw(model), two_terms(model), counts=counted, **options)
+    assert history.steps == 2
+    assert_exact(weights(model), weights(raw), tolerance=1e-9)
+    with pytest.raises(AssertionError):
+        assert_exact(weights(make_token_model()), weights(raw), tolerance=1e-3)
+
+
+def test_batch_norm_by_micro_batch_may_be_asked_for():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with pytest.warns(UserWarning, match="normalised by the statistics of each piece"):
+        train(model, make_loader(13), adamw(model), make_loss(model), micro_batch_size=4, batch_norm="micro")
+    assert model[1].num_batches_tracked == 2
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_precisions(precision):
     torch.manual_seed(0)
@@ -256,6 +317,9 @@ def test_nothing_is_shown_elsewhere_or_when_switched_off(monkeypatch):
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"accumulation_steps": 0}, "accumulation_steps must be at least 1, got 0"),
         ({"accumulation_steps": 2, "micro_batch_size": 2}, "both accumulation_steps=2 and micro_batch_size=2"),
+        ({"accumulation_steps": 2, "num_micro_batches": 3}, "both accumulation_steps=2 and num_micro_batches=3"),
+        ({"accumulation_steps": 2, "memory": "1GiB"}, "both accumulation_steps=2 and memory='1GiB'"),
+        ({"accumulation_steps": 2, "lengths": len}, "both accumulation_steps=2 and lengths=<built-in function len>"),
         ({"precision": "int8"}, 'precision must be "fp32", "bf16" or "fp16", got \'int8\''),
         ({"max_norm": -1}, "max_norm must be a positive number"),
     ],

@@ -1,10 +1,11 @@
 """Arguments: which are differentiated, which are cut, which are random keys, and which go whole to each piece."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax import numpy as jnp
 
@@ -161,8 +162,10 @@ class Arguments:
 
 def _positions(option: str, given: Argnums, count: int) -> list[int]:
     """Indices into the positional arguments, counted from the front."""
-    places = [given] if isinstance(given, int) else list(given)
+    places = list(given) if isinstance(given, Iterable) else [given]
     for place in places:
+        if not isinstance(place, int | np.integer):
+            raise OptionTypeError(f"{option} must hold positions of arguments, got {place!r}")
         if not -count <= place < count:
             raise OptionError(f"{option} holds {place}, but {count} positional arguments were given")
     return [place % count for place in places]

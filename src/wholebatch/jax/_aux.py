@@ -16,7 +16,7 @@ from jax import numpy as jnp
 from .._errors import LossTypeError, OptionError
 from .._mean import Mean, Sum
 from ._cut import Cut
-from ._loss import as_count, at_least_32_bits
+from ._loss import as_count, wide
 from ._tree import Tree
 
 Mode = Literal["auto", "mean", "sum", "stack", "concat"]
@@ -104,7 +104,7 @@ def is_ratio(node: Any) -> bool:
 
 def ratio(node: Mean | Sum) -> Array:
     """Its value, and 0 where nothing was counted."""
-    total = _wide(jnp.asarray(node.total))
+    total = wide(jnp.asarray(node.total))
     if isinstance(node, Sum):
         return total
     count = as_count("a metric", node.count)
@@ -125,10 +125,10 @@ def _mode_of(node: Any, rows: int, other: Any, other_rows: int) -> Mode:
 def _addend(node: Any, mode: Mode, weight: Array) -> Tree:
     if isinstance(node, Mean):
         count = as_count("a metric", node.count)
-        return _wide(jnp.where(count == 0, 0, node.total)), count
+        return wide(jnp.where(count == 0, 0, node.total)), count
     if isinstance(node, Sum):
-        return _wide(jnp.asarray(node.total))
-    return _wide(node) if mode == "sum" else _wide(node) * weight
+        return wide(jnp.asarray(node.total))
+    return wide(node) if mode == "sum" else wide(node) * weight
 
 
 def _finish(node: Any, mode: Mode, added: Tree, weight: Array) -> Any:
@@ -151,7 +151,3 @@ def _put_together(mode: Mode, pieces: Array, tail: Array | None, cut: Cut) -> Ar
         return cut.in_row_order(pieces, tail)
     flat = pieces.reshape(-1, *pieces.shape[2:])
     return flat if tail is None else jnp.concatenate([flat, tail])
-
-
-def _wide(array: Array) -> Array:
-    return array.astype(at_least_32_bits(array.dtype))

@@ -20,8 +20,8 @@ from .._report import Report, tolerance
 from .._rules import rows_matter
 from .._sample import cuts_to_try, rows_to_take, rows_to_use
 from ._arguments import Argnums, Arguments
-from ._bench import JaxBench
 from ._modules import Modules, is_module
+from ._probes import JaxProbe
 from ._tree import Tree
 from ._trial import NOTHING_OFF, Gradients, Trial, by_name, errors
 
@@ -102,7 +102,7 @@ class _Check:
         trial = self._make_trial([0] * len(self._arguments.batch), prepare)
         cuts = cuts_to_try(trial.rows, self._size and -(-trial.rows // self._size))
         modules = self._modules
-        bench = JaxBench(
+        probe = JaxProbe(
             trial,
             lambda eps: tolerance(eps, max(cuts)),
             lambda off, allowed: self._exact_layout(off, allowed, prepare),
@@ -111,15 +111,15 @@ class _Check:
             moves_statistics=lambda: self._moves_statistics(trial),
             has_modes=modules is not None,
         )
-        by_cut = bench.judge(cuts)
-        exact = bench.error <= bench.tolerance
+        by_cut = probe.judge(cuts)
+        exact = probe.error <= probe.tolerance
         return Report.of(
             by_cut,
-            dtype=bench.dtype,
-            eps=bench.eps,
+            dtype=probe.dtype,
+            eps=probe.eps,
             rows=trial.rows,
-            failure=bench.failure,
-            finding=None if exact else diagnose(bench),
+            failure=probe.failure,
+            finding=None if exact else diagnose(probe),
         )
 
     def report_of_failure(self, error: Exception) -> Report | None:

@@ -8,7 +8,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax import numpy as jnp
 
 from .._terms import Per
@@ -166,9 +166,17 @@ def _finalise(
 
     def finish(gradient: Array, parameter: Any) -> Array:
         whole = gradient if isinstance(factor, Number) and factor == 1 else gradient * factor
-        if accum_dtype == "auto":
-            return whole.astype(jnp.result_type(parameter))
-        return in_dtype(accum_dtype, whole)
+        return _typed_as(parameter, whole) if accum_dtype == "auto" else in_dtype(accum_dtype, whole)
 
     finished: tuple[Tree, ...] = jax.tree.map(finish, gradients, differentiated)
     return finished
+
+
+def _typed_as(parameter: Any, gradient: Array) -> Array:
+    """In the parameter's dtype, and weakly typed where that is: only a cotangent may be, by what JAX makes public."""
+    strong = gradient.astype(jnp.result_type(parameter))
+    if not jax.typeof(parameter).weak_type:
+        return strong
+    weak: Array
+    (weak,) = jax.linear_transpose(lambda p: lax.convert_element_type(p, strong.dtype), parameter)(strong)
+    return weak

@@ -68,8 +68,7 @@ def as_count(what: str, count: Any) -> Array:
         )
     if jnp.shape(count):
         raise CountError(f"the count of {what} must be a scalar, got shape {jnp.shape(count)}: sum it first")
-    array = jnp.asarray(count)
-    return array.astype(at_least_32_bits(array.dtype))
+    return wide(jnp.asarray(count))
 
 
 def at_least_32_bits(dtype: Any) -> Any:
@@ -77,6 +76,11 @@ def at_least_32_bits(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)
     return jnp.promote_types(dtype, jnp.int32)
+
+
+def wide(array: Array) -> Array:
+    """In the dtype that sums of it need."""
+    return array.astype(at_least_32_bits(array.dtype))
 
 
 def _scalar(what: str, value: Any) -> Array:

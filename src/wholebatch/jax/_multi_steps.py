@@ -79,7 +79,7 @@ def multi_steps(optimizer: Optimizer, every: int) -> MultiSteps:
         return MultiStepsState(zero, jnp.zeros(()), _zeros(params), optimizer.init(params), zero)
 
     def update(
-        grads: Tree, state: MultiStepsState, params: Tree = None, *, count: Any = 1, **extra: Any
+        grads: Tree, state: MultiStepsState, params: Tree = None, count: Any = 1, **extra: Any
     ) -> tuple[Tree, MultiStepsState]:
         weight = as_count("a micro-batch", count).astype(state.counted.dtype)
         state = state._replace(
@@ -116,7 +116,7 @@ def multi_steps(optimizer: Optimizer, every: int) -> MultiSteps:
 
 def _weighted(gradient: Array, weight: Array, total: Array) -> Array:
     """In the sum's dtype; what counts nothing adds nothing, not even a NaN."""
-    return jnp.where(weight == 0, 0, gradient.astype(total.dtype) * weight)
+    return jnp.where(weight == 0, 0, gradient.astype(total.dtype) * weight.astype(total.dtype))
 
 
 def _zeros(params: Tree) -> Tree:

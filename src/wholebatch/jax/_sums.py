@@ -15,7 +15,7 @@ from .._terms import Per
 from ._aux import Reduction
 from ._cut import Cut
 from ._function import Function, Outcome, Piece
-from ._loss import at_least_32_bits
+from ._loss import at_least_32_bits, wide
 from ._tree import Tree
 from ._weights import Weights
 
@@ -112,7 +112,7 @@ def _of_piece(
         counted = _any([count != 0 for count in counts.values()])
         gradients = jax.tree.map(lambda gradient: jnp.where(counted, gradient, 0), gradients)
     totals = {
-        name: value * rows if function.kinds[name] is Per.ROWS else _if_counted(value, counts.get(name))
+        name: wide(value) * rows if function.kinds[name] is Per.ROWS else _if_counted(value, counts.get(name))
         for name, value in outcome.values.items()
     }
     weight = _as_weight(*counts.values()) if len(counts) == len(outcome.values) == 1 else _as_weight(rows)

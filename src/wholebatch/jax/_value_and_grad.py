@@ -1,7 +1,7 @@
 """The door: `value_and_grad` and `grad`, in place of JAX's own."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
 from jax import Array
@@ -118,7 +118,7 @@ def value_and_grad(
             )
 
         whole = devices.run(line, arguments.differentiated, arguments.batch, (arguments.keys, arguments.whole))
-        gradients = whole.gradients[0] if isinstance(argnums, int) else whole.gradients
+        gradients = whole.gradients if isinstance(argnums, Iterable) else whole.gradients[0]
         return value_of(whole, has_aux, return_terms), gradients
 
     return value_and_grad_of_fun

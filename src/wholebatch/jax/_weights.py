@@ -83,10 +83,11 @@ def reciprocal(count: Array | Number) -> Array | Number:
 
 def constants(counts: dict[str, Array], differentiated: Tree) -> dict[str, Array]:
     """The counts, unless one depends on what is differentiated: the derivative of the ratio would have another term."""
-    if not counts:
+    leaves = jax.tree.leaves(differentiated)
+    if not leaves:
         return counts
-    witness = jax.tree.leaves(differentiated)[0]  # so that it is this derivative that is asked, not one around it
-    return {name: _constant(count, witness, name) for name, count in counts.items()}
+    # the first is a witness that it is this derivative that is asked, not one around it
+    return {name: _constant(count, leaves[0], name) for name, count in counts.items()}
 
 
 def _constant(count: Array, witness: Array, name: str) -> Array:

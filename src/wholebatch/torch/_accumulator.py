@@ -6,12 +6,12 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from .._errors import BatchError, OptionError, OptionTypeError
+from .._errors import BatchError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._agree import Share
@@ -21,6 +21,7 @@ from ._cut import Cut
 from ._in_place import WORTH_IT, InPlace, summing_in_place
 from ._loss import CountFunction, LossFunction, read_counts
 from ._model import Model, only_device, require
+from ._options import BatchNorm, OnNonfinite, Options, check_options
 from ._peers import Alone
 from ._processes import Sync, processes_of
 from ._regroup import ByLength, LengthFunction, Regrouped, TrimFunction
@@ -89,8 +90,8 @@ class Accumulator:
         memory: int | str | None = None,
         accum_dtype: SumDtype = "auto",
         in_place: InPlace = "auto",
-        batch_norm: Literal["refuse", "micro"] = "refuse",
-        on_nonfinite: Literal["raise", "skip", "keep"] = "raise",
+        batch_norm: BatchNorm = "refuse",
+        on_nonfinite: OnNonfinite = "raise",
         sync: Sync = "once",
     ) -> None:
         self._auto = auto_size(
@@ -99,16 +100,7 @@ class Accumulator:
         size = None if self._auto else micro_batch_size
         self._micro_batch_size, self._num_micro_batches = check_sizes(size, num_micro_batches)
         self._by_length = ByLength.of(lengths, micro_batch_tokens, trim, (micro_batch_size, num_micro_batches))
-        if accum_dtype != "auto" and not (isinstance(accum_dtype, torch.dtype) and accum_dtype.is_floating_point):
-            raise OptionTypeError(f'accum_dtype must be "auto" or a floating point torch.dtype, got {accum_dtype!r}')
-        if in_place not in (True, False, "auto"):
-            raise OptionError(f'in_place must be True, False or "auto", got {in_place!r}')
-        if batch_norm not in ("refuse", "micro"):
-            raise OptionError(f'batch_norm must be "refuse" or "micro", got {batch_norm!r}')
-        if on_nonfinite not in ("raise", "skip", "keep"):
-            raise OptionError(f'on_nonfinite must be "raise", "skip" or "keep", got {on_nonfinite!r}')
-        if sync not in ("once", "overlap", "every"):
-            raise OptionError(f'sync must be "once", "overlap" or "every", got {sync!r}')
+        check_options(accum_dtype, in_place, batch_norm, on_nonfinite, sync)
         self._model = Model(model)
         self._sync: Sync = sync
         self._accum_dtype = accum_dtype
@@ -337,27 +329,6 @@ class Accumulator:
 
     def _ignored_labels(self, batch: Any) -> Tensor | None:
         return ignored_labels(batch)
-
-
-class SumOptions(TypedDict, total=False):
-    """The options of `Accumulator` that say how pieces are summed."""
-
-    accum_dtype: SumDtype
-    in_place: InPlace
-    batch_norm: Literal["refuse", "micro"]
-    on_nonfinite: Literal["raise", "skip", "keep"]
-    sync: Sync
-
-
-class Options(SumOptions, total=False):
-    """The options of `Accumulator`."""
-
-    micro_batch_size: MicroBatchSize
-    num_micro_batches: int | None
-    micro_batch_tokens: int | None
-    lengths: LengthFunction | None
-    trim: TrimFunction | None
-    memory: int | str | None
 
 
 def backward(

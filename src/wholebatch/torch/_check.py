@@ -14,10 +14,10 @@ from .._errors import BatchError
 from .._plan import balanced, check_sizes
 from .._report import Report, tolerance
 from .._sample import cuts_to_try, rows_to_use
-from ._bench import TorchBench, exact_layout
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction
 from ._model import Model, only_device
+from ._probes import TorchProbe, exact_layout
 from ._processes import processes_of
 from ._randomness import OwnGenerators, Start
 from ._regroup import LengthFunction, TrimFunction
@@ -98,22 +98,22 @@ class _Check:
         trial = self._make_trial(self._loss_fn, self._batch, sums, prepare)
         rows = trial.rows
         cuts = cuts_to_try(rows, self._size and len(balanced(rows, micro_batch_size=self._size)))
-        bench = TorchBench(
+        probe = TorchProbe(
             trial,
             lambda loss_fn, batch: self._make_trial(loss_fn, batch, sums, prepare),
             self._loss_fn,
             self._batch,
             lambda eps: tolerance(eps, max(cuts)),
         )
-        by_cut = bench.judge(cuts)
-        exact = bench.error <= bench.tolerance
+        by_cut = probe.judge(cuts)
+        exact = probe.error <= probe.tolerance
         return Report.of(
             by_cut,
-            dtype=bench.dtype,
-            eps=bench.eps,
+            dtype=probe.dtype,
+            eps=probe.eps,
             rows=rows,
-            failure=bench.failure,
-            finding=None if exact else diagnose(bench),
+            failure=probe.failure,
+            finding=None if exact else diagnose(probe),
         )
 
     def report_of_failure(self, error: Exception) -> Report | None:

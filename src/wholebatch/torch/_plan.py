@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from .._budget import Plan, bytes_of, fitted, largest_that_fits
 from .._errors import BatchError, OptionError
-from ._accumulator import SumOptions
 from ._cut import rows_of
 from ._lifetimes import Line, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model, require
+from ._options import SumOptions
 from ._rehearsal import GRADIENTS, PARAMETERS, AnOptimizer, Rehearsal
 from ._window import Window
 

@@ -55,7 +55,7 @@ class ByLength:
             for name, size in zip(("micro_batch_size", "num_micro_batches"), sizes, strict=True):
                 if size is not None:
                     raise OptionError(
-                        f"both micro_batch_tokens={budget} and {name}={size} were given: give one of them, the other "
+                        f"both micro_batch_tokens={budget} and {name}={size!r} were given: give one of them, the other "
                         "follows from the batch"
                     )
         if lengths is None:

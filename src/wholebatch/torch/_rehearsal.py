@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from .._errors import OptionError, OptionTypeError, PlanError
 from . import _statistics as statistics
-from ._accumulator import Accumulator, SumOptions
+from ._accumulator import Accumulator
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
+from ._options import SumOptions
 from ._peers import Alone
 from ._processes import Sync
 from ._stand_in import StandIns, stand_in_batch, stand_in_optimizer

@@ -1,7 +1,7 @@
 """Shards: every process holds a part of each parameter (`fully_shard`) and some of the rows.
 
 Collectives run inside each forward and backward, so the processes go through them in step: as many turns as the process
-with most pieces has. One with fewer runs its last piece again with weight 0.
+with most pieces has. One with fewer runs its first piece again with weight 0.
 
     once     unsharded gradients are summed in each process, and reduced with the last turn
     every    each turn's gradients are reduced; nothing unsharded outlives its turn

@@ -52,9 +52,10 @@ def refuse_scripted(found: dict[str, _NormBase]) -> None:
 
 def warn(found: dict[str, _NormBase]) -> None:
     """What "micro" accepts, said once."""
+    names = ", ".join(name or "the model" for name in found)
     warnings.warn(
-        f"{', '.join(found)}: normalised by the statistics of each piece, so the gradient is not that of the "
-        "whole batch; running statistics are",
+        f"{names}: normalised by the statistics of each piece, so the gradient is not that of the whole batch; running "
+        "statistics are",
         UserWarning,
         stacklevel=_levels_to_the_caller(),
     )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,20 @@ from tqdm import tqdm
 
 from .._errors import BatchError, OptionError
 from .._plan import positive_integer
+from .._terms import described
 from ._accumulator import Accumulator, Optimizers
 from ._auto import MicroBatchSize
-from ._loss import LossFunction
+from ._loss import CountFunction, LossFunction
 from ._model import Model, require
+from ._options import RunOptions
 from ._result import Result
 from ._step import Step
 from ._window import windows
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+_CUTS = ("micro_batch_size", "num_micro_batches", "micro_batch_tokens", "lengths", "memory")
+"""Options that cut a whole batch."""
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,6 +60,8 @@ def train(
     scaler: Any = None,
     scheduler: Any = None,
     progress: bool = True,
+    counts: CountFunction | None = None,
+    **options: Unpack[RunOptions],
 ) -> History:
     """Train a model; modules stay in the mode that they are in.
 
@@ -73,6 +80,8 @@ def train(
         scaler: a `GradScaler` of your own.
         scheduler: one or several, stepped once per optimizer step.
         progress: show a bar, if there is a terminal.
+        counts: as for `Accumulator.step`.
+        options: others of `Accumulator`, such as `batch_norm="micro"`. Those that cut want whole batches.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,16 +93,18 @@ def train(
     """
     positive_integer("epochs", epochs)
     positive_integer("accumulation_steps", accumulation_steps)
-    if accumulation_steps > 1 and micro_batch_size is not None:
+    given: dict[str, Any] = {"micro_batch_size": micro_batch_size, "memory": memory, **options}
+    cuts = [name for name in _CUTS if given.get(name) is not None]
+    if accumulation_steps > 1 and cuts:
         raise OptionError(
-            f"both accumulation_steps={accumulation_steps} and micro_batch_size={micro_batch_size} were given: the "
+            f"both accumulation_steps={accumulation_steps} and {cuts[0]}={described(given[cuts[0]])} were given: the "
             "loader yields either micro-batches, to be put together, or whole batches, to be cut"
         )
     if precision not in (None, "fp32", *_AUTOCAST):
         raise OptionError(f'precision must be "fp32", "bf16" or "fp16", got {precision!r}')
     trained = Model(model)
     parameters = require(trained.parameters())
-    accumulator = Accumulator(trained.members, micro_batch_size=micro_batch_size, memory=memory)
+    accumulator = Accumulator(trained.members, **given)
     if precision == "fp16" and scaler is None:
         scaler = torch.amp.GradScaler(parameters[0].device.type)
     loss_fn = _under_autocast(loss_fn, parameters[0].device.type, precision)
@@ -101,7 +112,7 @@ def train(
 
     history = History()
     for epoch in range(1, epochs + 1):
-        batches = loader if micro_batch_size is not None else windows(loader, accumulation_steps)
+        batches = loader if cuts else windows(loader, accumulation_steps)
         results = _Epoch()
         with tqdm(
             batches,
@@ -112,7 +123,13 @@ def train(
         ) as bar:
             for batch in bar:
                 result = accumulator.step(
-                    loss_fn, batch, optimizer, max_norm=max_norm, scaler=scaler, scheduler=scheduler
+                    loss_fn,
+                    batch,
+                    optimizer,
+                    counts=counts,
+                    max_norm=max_norm,
+                    scaler=scaler,
+                    scheduler=scheduler,
                 )
                 results.add(result)
                 if not bar.disable:

@@ -17,7 +17,7 @@ from ._randomness import draws
 from ._trial import NOTHING_OFF, ByCut, Gradients, Trial, errors
 
 
-class JaxBench:
+class JaxProbe:
     """A trial and what disturbs it.
 
     Args:

@@ -22,7 +22,7 @@ MakeTrial = Callable[[LossFunction, Any], Trial]
 """A trial of a loss on a batch, in the precision that is being used."""
 
 
-class TorchBench:
+class TorchProbe:
     """A trial and what disturbs it.
 
     Args:
