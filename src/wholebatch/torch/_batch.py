@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .._errors import CountError, NonFiniteError
 from ._agree import Agreement, Share
-from ._finalise import finalise, norm_of
+from ._finalise import finalise
+from ._gradients import norm_of
 from ._host import read_once
 from ._ledger import Ledger
 from ._loss import Count, read

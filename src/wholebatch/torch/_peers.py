@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import BatchError, RankError
+from ._gradients import scale
 from ._loss import Number
-from ._sums import GradientSums, scale
+from ._sums import GradientSums
 
 Message = Mapping[str, Any]
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import BatchError, OptionError
+from ._gradients import set_grad_dtype
 from ._loss import Number
 from ._peers import Peers
 from ._reduce import announce, reduce_gradients
-from ._sums import GradientSums, set_grad_dtype
+from ._sums import GradientSums
 
 _NOT_CALLED: Any = 1
 """Stands for True in `require_forward_param_sync` until the module is called outside a batch, which puts True there.

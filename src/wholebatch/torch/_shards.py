@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import BatchError, OptionError
+from ._gradients import scale
 from ._loss import Number
 from ._peers import Peers
-from ._sums import GradientSums, scale
+from ._sums import GradientSums
 
 
 class Shards(Peers):

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .._errors import OptionError, OptionTypeError
-from ._finalise import finalise, norm_of
+from ._finalise import finalise
+from ._gradients import norm_of
 from ._host import read_once
 from ._sums import GradientSums
 

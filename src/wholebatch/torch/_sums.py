@@ -18,6 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import has_torch_function
 
 from .._errors import BatchError, LossError
+from ._gradients import copied, scale, set_grad_dtype, summed
 from ._loss import Number
 from ._weights import Pass
 
@@ -136,11 +137,6 @@ class GradientSums:
             scale(gradients, factor)
 
     @property
-    def unmerged(self) -> bool:
-        """Whether there is anything to merge."""
-        return not self._merged and any(before is not None for before in self._before)
-
-    @property
     def leaves(self) -> list[Tensor]:
         """All leaves whose `.grad` belongs to the sums."""
         return self._leaves
@@ -160,7 +156,7 @@ class GradientSums:
             scale(gradients, factor)
         for leaf, aside in zip(self._leaves, self._aside, strict=True):
             if aside is not None:
-                leaf.grad = aside if leaf.grad is None else _sum(leaf.grad, aside)
+                leaf.grad = aside if leaf.grad is None else summed(leaf.grad, aside)
         self._aside = None
         return 1
 
@@ -169,12 +165,17 @@ class GradientSums:
         self._before = [None if before is None else before.clone() for before in self._before]
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Add what `.grad` held before the batch to the sums."""
+    def merge(self, factor: Number | Tensor) -> Number | Tensor:
+        """Add what `.grad` held before the batch to what `factor` is for, once; returns what is left to multiply by."""
+        if self._merged or all(before is None for before in self._before):
+            return factor
+        self._merged = True
+        for gradients in self.gradients():
+            scale(gradients, factor)
         for leaf, before in zip(self._leaves, self._before, strict=True):
             if before is not None:
-                leaf.grad = _copy(before, leaf.grad_dtype) if leaf.grad is None else _sum(leaf.grad, before)
-        self._merged = True
+                leaf.grad = copied(before, leaf.grad_dtype) if leaf.grad is None else summed(leaf.grad, before)
+        return 1
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -244,21 +245,6 @@ class GradientSums:
             leaf.grad = gradient
 
 
-@torch.no_grad()
-def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
-    """Multiply in place."""
-    if not isinstance(factor, Tensor) and factor == 1:
-        return
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in map(own_part, gradients):
-        if gradient.layout == torch.strided:
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        else:
-            gradient.mul_(factor)
-    for (device, _), dense in alike.items():
-        torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
-
-
 def _run(one: Pass, *, retain_graph: bool = False) -> None:
     """`torch.autograd.backward`, whose checks of scalars take a good part of a small piece's time."""
     values, seeds = tuple(one.values), tuple(one.seeds)
@@ -266,13 +252,6 @@ def _run(one: Pass, *, retain_graph: bool = False) -> None:
         torch.autograd.backward(values, seeds, retain_graph=retain_graph)
     else:
         _engine_run_backward(values, seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, which is a part of it if it is a DTensor."""
-    to_local = getattr(tensor, "to_local", None)  # the class takes long to import, who uses it has
-    own: Tensor = tensor if to_local is None else to_local()
-    return own
 
 
 def _first_backward_of_two(main: Pass) -> None:
@@ -292,20 +271,3 @@ def _sum_dtype(wanted: SumDtype, own: torch.dtype) -> torch.dtype:
     if wanted == "auto":
         return torch.float32 if own.itemsize < 4 else own
     return wanted
-
-
-def set_grad_dtype(leaf: Tensor, dtype: torch.dtype | None) -> None:
-    """Only where it changes something: once set it no longer follows the leaf's own dtype."""
-    if leaf.grad_dtype != dtype:
-        leaf.grad_dtype = dtype
-
-
-def _copy(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return gradient.to(dtype or gradient.dtype, copy=True)
-
-
-def _sum(gradient: Tensor, other: Tensor) -> Tensor:
-    """In place, unless only `gradient` is sparse: then the result is dense."""
-    if gradient.layout != torch.strided and other.layout == torch.strided:
-        return other + gradient
-    return gradient.add_(other)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._gradients import set_grad_dtype
 from ._model import Model
-from ._sums import set_grad_dtype
 from ._tree import map_tensors
 
 _WIDE = {
