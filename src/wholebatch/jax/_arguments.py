@@ -1,7 +1,7 @@
 """Arguments: which are differentiated, which are cut, which are random keys, and which go whole to each piece."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,14 +62,7 @@ class Arguments:
 
     def paths(self) -> list[str]:
         """What the user calls the arrays that are cut."""
-        positional, by_name = self._given_batch()
-        named = {self._names[i]: arg for i, arg in zip(self._batch_at, positional, strict=True)} | by_name
-        every = [
-            name + jax.tree_util.keystr(path)
-            for name, tree in named.items()
-            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        return [path for path, cut in zip(every, self._cut, strict=True) if cut]
+        return [where for (where, _), cut in zip(self._leaves_by_path(), self._cut, strict=True) if cut]
 
     def call(
         self,
@@ -104,6 +97,12 @@ class Arguments:
             raise OptionError(f"batch_argnames holds {missing[0]!r}, which is not among the arguments given by name")
         return [self._args[i] for i in self._batch_at], {name: self._kwargs[name] for name in self._batch_names}
 
+    def _leaves_by_path(self) -> Iterator[tuple[str, Any]]:
+        """Every leaf of the batch in the order of the tree, with what the user calls it."""
+        for (kind, which, *path), leaf in jax.tree_util.tree_leaves_with_path(self._given_batch()):
+            name = which.key if kind.idx else self._names[self._batch_at[which.idx]]
+            yield name + jax.tree_util.keystr(tuple(path)), leaf
+
     def _given_besides(self) -> Tree:
         """What goes whole to each piece, besides what of the batch has no rows."""
         by_name = {name: arg for name, arg in self._kwargs.items() if name not in self._batch_names}
@@ -135,25 +134,21 @@ class Arguments:
     def _shared_rows(self) -> int:
         rows: int | None = None
         first = ""
-        positional, by_name = self._given_batch()
-        named = {self._names[i]: arg for i, arg in zip(self._batch_at, positional, strict=True)} | by_name
-        for name, tree in named.items():
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                shape = getattr(leaf, "shape", ())
-                if not shape:
-                    continue
-                where = name + jax.tree_util.keystr(path)
-                if not isinstance(shape[0], int):
-                    raise BatchError(f"the rows of {where} are not known while tracing: its shape is {shape}")
-                if rows is None:
-                    rows, first = shape[0], where
-                elif shape[0] != rows:
-                    raise BatchError(
-                        f"batch rows differ: {first} has {rows}, {where} has {shape[0]}; if one of them is not part of "
-                        "the batch, say what is with batch_argnums"
-                    )
+        for where, leaf in self._leaves_by_path():
+            shape = getattr(leaf, "shape", ())
+            if not shape:
+                continue
+            if not isinstance(shape[0], int):
+                raise BatchError(f"the rows of {where} are not known while tracing: its shape is {shape}")
+            if rows is None:
+                rows, first = shape[0], where
+            elif shape[0] != rows:
+                raise BatchError(
+                    f"batch rows differ: {first} has {rows}, {where} has {shape[0]}; if one of them is not part of "
+                    "the batch, say what is with batch_argnums"
+                )
         if rows is None:
-            given = ", ".join(named) or "nothing"
+            given = ", ".join([*(self._names[i] for i in self._batch_at), *self._batch_names]) or "nothing"
             raise BatchError(f"no array with rows in the batch, which is {given}: there is nothing to cut")
         if rows == 0:
             raise BatchError("the batch is empty: its arrays have 0 rows")
