@@ -6,25 +6,21 @@ Before the first piece they tell their rows and counts, which are denominators; 
 process that failed says so instead, and all of them raise. One process has nobody to ask: its totals are the batch's.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from .._errors import BatchError, LossError, RankError
-from .._terms import Per
-from ._host import read_once
+from .._errors import BatchError, RankError
 from ._ledger import Ledger
-from ._loss import Count, Number
+from ._loss import Count
+from ._messages import added, on_host, sum_if_known, summed_counts, told
 from ._peers import Alone, Message, is_lost, lost
 from ._sums import GradientSums
-from ._totals import Total, Totals
+from ._totals import Totals
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a", "could not execute a")
 """How allocators on the host say that they failed; the last two are oneDNN's words, which does not tell why."""
@@ -90,10 +86,10 @@ class Agreement:
             if self._over:
                 raise
             self._over = True
-            told = _failures(self._processes.told_failures())
-            if self._processes.in_step and not told and is_lost(error):
+            failures = _failures(self._processes.told_failures())
+            if self._processes.in_step and not failures and is_lost(error):
                 raise lost(error) from error
-            failures = told or _failures(self._processes.tell_failure(self._told_failure(error)))
+            failures = failures or _failures(self._processes.tell_failure(self._told_failure(error)))
             self._processes.reset()
             if isinstance(error, Exception):
                 raise _rank_error(failures) from error
@@ -109,7 +105,7 @@ class Agreement:
             self._processes.begin(self._processes.clean)
             return share
         names = list(share.counts or {})
-        counts = _on_host([] if share.counts is None else list(share.counts.values()))
+        counts = on_host([] if share.counts is None else list(share.counts.values()))
         every = self._exchange(
             {
                 "rows": share.rows,
@@ -128,12 +124,12 @@ class Agreement:
             self._over = True
             raise
         self._processes.begin(all(message["clean"] for message in every))
-        whole_counts = None if share.counts is None else _summed([message["counts"] for message in every])
-        return Share(_sum_if_known([message["rows"] for message in every]), sum(each), whole_counts, turns)
+        whole_counts = None if share.counts is None else summed_counts([message["counts"] for message in every])
+        return Share(sum_if_known([message["rows"] for message in every]), sum(each), whole_counts, turns)
 
     def between(self) -> None:
         """All is well so far; asked where nobody can be asked from here on, until the last backward is over."""
-        if not self._over:
+        if self._processes.overlaps and not self._over:
             self._exchange({})
             self._processes.in_step = True
 
@@ -154,8 +150,8 @@ class Agreement:
             {
                 "pieces": ledger.pieces,
                 "rows": ledger.rows,
-                "terms": _told(totals.terms),
-                "metrics": _told(totals.metrics),
+                "terms": told(totals.terms),
+                "metrics": told(totals.metrics),
                 "nonfinite": nonfinite,
                 "untouched": f"{untouched:x}" if ledger.pieces else "",
             }
@@ -167,10 +163,10 @@ class Agreement:
         untouched = reduce(and_, (int(message["untouched"], 16) for message in having_pieces))
         return Whole(
             Totals(
-                _added([message["terms"] for message in having_pieces], self._processes.device),
-                _added([message["metrics"] for message in having_pieces], self._processes.device),
+                added([message["terms"] for message in having_pieces], self._processes.device),
+                added([message["metrics"] for message in having_pieces], self._processes.device),
             ),
-            _sum_if_known([message["rows"] for message in every]),
+            sum_if_known([message["rows"] for message in every]),
             [i for i in range(untouched.bit_length()) if untouched >> i & 1],
             next((f"{m['nonfinite']} on rank {rank}" for rank, m in enumerate(every) if m.get("nonfinite")), None),
         )
@@ -210,57 +206,3 @@ def _rank_error(failures: dict[int, Message]) -> RankError:
         rank=first,
         out_of_memory=all(failure["memory"] for failure in failures.values()),
     )
-
-
-def _told(terms: dict[str, Total]) -> dict[str, Any]:
-    """Terms as numbers, in one read."""
-    numbers = _on_host([number for term in terms.values() for number in (term.total, term.count)])
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return {
-        name: [term.per.value, total, count, str(term.total.dtype).removeprefix("torch.")]
-        for (name, term), (total, count) in zip(terms.items(), pairs, strict=True)
-    }
-
-
-def _added(every: list[dict[str, Any]], device: torch.device) -> dict[str, Total]:
-    """The terms that processes told, added up."""
-    kinds = [{name: told[0] for name, told in terms.items()} for terms in every]
-    if any(kind != kinds[0] for kind in kinds):
-        other = next(kind for kind in kinds if kind != kinds[0])
-        raise LossError(
-            f"the loss differs between processes, by what is divided by what: {kinds[0]} and {other}; return the same "
-            "terms and metrics, of the same kinds, in every process"
-        )
-    return {name: _added_term([terms[name] for terms in every], device) for name in every[0]}
-
-
-def _added_term(every: list[list[Any]], device: torch.device) -> Total:
-    per = Per(every[0][0])
-    total, count = (_sum([told[column] for told in every]) for column in (1, 2))
-    dtype = reduce(torch.promote_types, [getattr(torch, told[3]) for told in every])
-    on_device = torch.tensor(total, dtype=dtype, device=device)
-    return Total(per, on_device, 1 if per is Per.NOTHING else count, on_device.new_zeros(0), None)
-
-
-def _summed(every: list[dict[str, Number]]) -> dict[str, Count]:
-    names = list(dict.fromkeys(name for counts in every for name in counts))
-    return {name: _sum([counts[name] for counts in every if name in counts]) for name in names}
-
-
-def _sum(numbers: list[Number]) -> Number:
-    """Whole numbers stay whole."""
-    return sum(numbers) if all(isinstance(number, int) for number in numbers) else _float_sum(numbers)
-
-
-def _float_sum(numbers: list[Number]) -> float:
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(map(float, numbers))
-
-
-def _sum_if_known(numbers: list[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None
-
-
-def _on_host(numbers: list[Count | Tensor]) -> list[Number]:
-    tensors = iter(read_once([number for number in numbers if isinstance(number, Tensor)]))
-    return [next(tensors).item() if isinstance(number, Tensor) else number for number in numbers]
