@@ -217,7 +217,7 @@ class Accumulator:
                 whole,
                 sum_dtype=self._accum_dtype,
                 scaler=scaler,
-                ignored_labels=self._ignored_labels(batch),
+                ignored_labels=lambda: self._ignored_labels(batch),
             )
             device = only_device(opened.parameters)
             with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
@@ -225,12 +225,12 @@ class Accumulator:
                 for turn, (piece, rows) in enumerate(pieces.turns(turns, device), start=1):
                     start_piece()
                     last = turn == turns
-                    if last and processes.overlaps:
+                    if last:
                         opened.agreement.between()
                     processes.turn(last)
                     add = opened.add if turn <= len(pieces) else opened.add_nothing
                     add(loss_fn(piece), rows, last)
-                if not turns and processes.overlaps:
+                if not turns:
                     opened.agreement.between()
 
     def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
@@ -250,8 +250,15 @@ class Accumulator:
 
         if self._auto is None or isinstance(batch, Window):
             return self._take(step, *once())
-        options: dict[str, Any] = {"accum_dtype": self._accum_dtype, "in_place": self._in_place}
-        self._auto.choose(self._model, loss_fn, batch, optimizer=step.optimizers or None, counts=counts, **options)
+        self._auto.choose(
+            self._model,
+            loss_fn,
+            batch,
+            optimizer=step.optimizers or None,
+            counts=counts,
+            accum_dtype=self._accum_dtype,
+            in_place=self._in_place,
+        )
         return self._take(step, *self._auto.run(once, batch))
 
     def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:

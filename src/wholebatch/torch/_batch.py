@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class OpenBatch:
         *,
         sum_dtype: SumDtype = "auto",
         scaler: Any = None,
-        ignored_labels: Tensor | None = None,
+        ignored_labels: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         """Take over the gradients.
 
@@ -61,7 +62,7 @@ class OpenBatch:
             whole: and of the whole batch.
             sum_dtype: what gradients are summed in where there are several pieces.
             scaler: a `GradScaler` whose scale the gradients are to have while they are summed.
-            ignored_labels: a flag on the device, whether the batch's labels hold -100.
+            ignored_labels: asks for a flag on the device, whether the batch's labels hold -100; a `Mean` need not know.
         """
         self._own_counts, self._counts = own.counts, whole.counts
         self._scale = None if scaler is None else loss_scale(scaler, self.parameters[0].device)
@@ -148,7 +149,7 @@ class OpenBatch:
             declared=declared,
             graphless=self._ledger.graphless,
             norm=norm,
-            ignored_labels=self._ignored_labels if self._ledger.counts_rows_only else None,
+            ignored_labels=self._ignored_labels() if self._ledger.counts_rows_only else None,
             look_for_nonfinite=looking,
         )
         if verdict.doubtful and not verdict.counted_nothing and not verdict.nonfinite and not self._finite():
