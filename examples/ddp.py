@@ -75,6 +75,7 @@ def main() -> None:
     dist.all_gather(every, weights)
     if dist.get_rank() == 0:
         print(f"weights are equal in all processes: {'yes' if all(w.equal(weights) for w in every) else 'NO'}")
+    dist.barrier()  # a thread of gloo that still holds a tensor when Python ends would abort the process
     dist.destroy_process_group()
 
 

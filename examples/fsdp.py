@@ -67,6 +67,7 @@ def main() -> None:
         result = accumulator.step(loss_fn, make_batch(step), optimizer, max_norm=1.0)
         if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
             print(f"step {step:3d}   loss {result.loss:.3f} over {result.count} tokens in {result.rows} rows")
+    dist.barrier()  # a thread of gloo that still holds a tensor when Python ends would abort the process
     dist.destroy_process_group()
 
 
