@@ -1,12 +1,15 @@
 """Four processes that run tests together: started once, connected by gloo, gone when the tests are.
 
-A test decorated with `@on_ranks(n)` runs in the first n of them, each with a `Rank` that says which one it is.
+A test decorated with `@on_ranks(n)` runs in the first n of them, each with a `Rank` that says which one it is. They are
+forked from one that has loaded torch, which takes longer than most tests.
 """
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from typing import Any
 SIZE = 4
 TIME_OUT = 60
 TESTS = Path(__file__).parents[1]
+LOADED_ONCE = "pytest", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,11 @@ class Crew:
     def __init__(self, size: int = SIZE, time_out: float = TIME_OUT / 2) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._listener = Listener(family="AF_UNIX")
-        self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    *map(str, (rank, size, time_out, self._listener.address, self._folder.name)),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MEASURED": str(int(_is_measured()))},
-            )
-            for rank in range(size)
-        ]
+        self._parent = subprocess.Popen(
+            [sys.executable, __file__, *map(str, (size, time_out, self._listener.address, self._folder.name))],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MEASURED": str(int(_is_measured()))},
+            start_new_session=True,
+        )
         self._connections: dict[int, Connection] = {}
         self._listener._listener._socket.settimeout(TIME_OUT)
         while len(self._connections) < size:
@@ -110,19 +108,35 @@ class Crew:
         """Leave no process behind."""
         for connection in self._connections.values():
             connection.close()
-        for process in self.processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        try:
+            self._parent.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._parent.pid, signal.SIGKILL)
+            self._parent.wait()
         self._listener.close()
         self._folder.cleanup()
+
+    def is_gone(self) -> bool:
+        """Whether no process is left: they are the group of the one that forked them."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._parent.pid, 0)
+            return False
+        return True
 
 
 def _is_measured() -> bool:
     coverage = sys.modules.get("coverage")
     return coverage is not None and coverage.Coverage.current() is not None
+
+
+def _fork(size: int) -> int | None:
+    """The rank of each process that is forked; the first one waits for them all, and has none."""
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
+    rank = next((rank for rank in range(size) if os.fork() == 0), None)
+    for _ in range(size if rank is None else 0):
+        os.wait()
+    return rank
 
 
 def _work(rank: int, size: int, time_out: float, address: str, folder: str) -> None:
@@ -169,19 +183,23 @@ if __name__ == "__main__":
 
     warnings.simplefilter("error")
     sys.path[:0] = [str(TESTS), str(TESTS / "torch"), str(TESTS / "distributed")]
-    measurement = None
-    if os.environ["MEASURED"] == "1":
-        import coverage
+    size, time_out, address, folder = sys.argv[1:]
+    rank = _fork(int(size))
+    if rank is not None:
+        measurement = None
+        if os.environ["MEASURED"] == "1":
+            import coverage
 
-        root = TESTS.parent
-        measurement = coverage.Coverage(
-            str(root / ".coverage"), data_suffix=True, config_file=str(root / "pyproject.toml")
-        )
-        measurement.start()
-    try:
-        rank, size, time_out, address, folder = sys.argv[1:]
-        _work(int(rank), int(size), float(time_out), address, folder)
-    finally:
-        if measurement is not None:
-            measurement.stop()
-            measurement.save()
+            root = TESTS.parent
+            measurement = coverage.Coverage(
+                str(root / ".coverage"), data_suffix=True, config_file=str(root / "pyproject.toml")
+            )
+            measurement.start()
+        try:
+            _work(rank, int(size), float(time_out), address, folder)
+        finally:
+            if measurement is not None:
+                measurement.stop()
+                measurement.save()
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter that has loaded torch takes a second to end
