@@ -172,7 +172,7 @@ class _Check:
             if all(axis == 0 for axis in axes):
 
                 def door(pieces: int) -> Tree:
-                    return self._through_the_door(pieces, params, placed(part))
+                    return jax.jit(lambda *given: self._through_the_door(pieces, *given))(params, placed(part))
 
         return Trial(fun, params, part, self._arguments.keys, has_aux=self._has_aux, switch=switch, door=door)
 

@@ -1,6 +1,7 @@
 """What the diagnosis can ask about a trial in JAX."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class JaxProbe:
         self.failure = self._trial.failure
         return by_cut
 
-    @property
+    @cached_property
     def suspects(self) -> list[Cause]:
         """Looked for only where the split is not exact."""
         found: list[Cause] = []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -37,8 +38,10 @@ def draws(fun: Callable[..., Any], *args: Any) -> bool:
 
 
 def _draw(like: Any, seed: int, number: int) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), number)
-    return jnp.broadcast_to(jax.random.bits(key, (*(1,) * bool(like.shape), *like.shape[1:]), like.dtype), like.shape)
+    """A constant, as programs that draw take long to compile."""
+    most = np.iinfo(like.dtype).max
+    row = np.random.default_rng((seed, number)).integers(0, most, like.shape[1:], like.dtype, endpoint=True)
+    return jnp.broadcast_to(row, like.shape)
 
 
 def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], draw: Callable[[Any], Any]) -> list[Any]:

@@ -129,9 +129,8 @@ class Trial:
 
     def observe(self, term: str, off: frozenset[Cause], rows: Sequence[int]) -> Observation | None:
         """One term's gradient for these rows."""
-        index = np.asarray(rows)
         try:
-            gradients, count = self._observer(term, off)(self.params, [leaf[index] for leaf in self._rows], *self._keys)
+            gradients, count = self._observer(term, off)(self.params, np.asarray(rows), self._rows, *self._keys)
         except Exception:
             return None
         entries = [leaf.reshape(-1)[:: stride(leaf.size)] for leaf in map(np.asarray, jax.tree.leaves(gradients))]
@@ -147,8 +146,8 @@ class Trial:
         if key not in self._observers:
             loss = self._loss(off)
 
-            def total(*args: Any) -> tuple[Array, Array]:
-                reading = read(loss(*args))
+            def total(params: Tree, index: Array, rows: list[Array], *keys: Tree) -> tuple[Array, Array]:
+                reading = read(loss(params, [leaf[index] for leaf in rows], *keys))
                 return reading.values[term], jnp.asarray(reading.counts.get(term, 1.0))
 
             self._observers[key] = jax.jit(jax.grad(total, has_aux=True))
