@@ -27,6 +27,7 @@ from wholebatch.pretrain.ranks import Ranks
 from wholebatch.pretrain.schedule import learning_rate
 from wholebatch.pretrain.torch_backend import STEPS_TO_WATCH, TorchBackend
 from wholebatch.pretrain.writer import Writer
+from wholebatch.torch import Accumulator
 
 
 class Terminal(io.StringIO):
@@ -44,6 +45,7 @@ def main() -> None:
     settings = Settings.of({"steps": steps, "micro_batch_size": size, "validate_every": steps})
     corpus = prepare(settings, default_cache())
     inside, bare = (TorchBackend(settings, corpus.tokenizer.size, Ranks.alone()) for _ in range(2))
+    accumulator = Accumulator(bare._model, micro_batch_size=size)
     rows = [torch.from_numpy(loop.rows_of_step(settings, corpus, step)) for step in range(1, steps + 1)]
 
     def bare_step(step: int) -> float:
@@ -51,7 +53,7 @@ def main() -> None:
         for group in bare._optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
         loss_fn = bare._loss_fn(bare._model)
-        result = bare._accumulator.step(loss_fn, rows[step - 1], bare._optimizer, max_norm=settings.max_norm)
+        result = accumulator.step(loss_fn, rows[step - 1], bare._optimizer, max_norm=settings.max_norm)
         result.loss.item()
         return time.perf_counter() - start
 
@@ -60,7 +62,7 @@ def main() -> None:
         writer = Writer(Folder(Path(place)), inside, {}, keep=2, saved=None)
         screen = Screen.of(Terminal())
         screen.start([], steps, 0)
-        records = loop.train(settings, inside, corpus, done=0, micro_batch_size=size, writer=writer)
+        records = loop.train(settings, inside, corpus, done=0, writer=writer)
         for step in range(1, steps + 1):
             if step % 2:
                 theirs.append(bare_step(step))

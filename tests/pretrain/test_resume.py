@@ -6,10 +6,12 @@ import shutil
 import signal
 
 import pytest
+import torch
 from tiny import STEPS, TINY, everything, newest, records, write_text
 
 from wholebatch import cli
 from wholebatch.pretrain import loop
+from wholebatch.pretrain.torch_model import GPT
 
 
 class Killed(BaseException):
@@ -71,6 +73,48 @@ def test_weights_and_optimizer_are_the_same_to_the_bit(train, at_step, step, opt
     assert everything(ran.folder) == everything(whole)
     assert [(r["step"], r["loss"]) for r in records(ran.folder)] == [(r["step"], r["loss"]) for r in records(whole)]
     assert "files are as they were written" in train("--resume", tiny=False).out
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Memory for two rows at a time only, once that is put in here."""
+    real, since = GPT.forward, []
+
+    def forward(self, ids):
+        if since and self.training and len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, ids)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    return since
+
+
+AUTO = ["--micro-batch-size", "auto", "--checkpoint-every", 4]
+
+
+def test_where_memory_runs_out_pieces_are_halved_and_stay_so_when_the_run_goes_on(train, at_step, scarce, monkeypatch):
+    """The last bits depend on how a batch is cut, and memory may not run out again where it did."""
+    plenty = train(*AUTO, out="plenty").folder
+    at_step(3, lambda: scarce.append(True))
+    whole = train(*AUTO, out="whole").folder
+    assert [record["micro_batch_size"] for record in records(whole)] == [5, 5, 2, 2, 2, 2]
+    scarce.clear()
+    at_step(4, die)
+    with pytest.raises(Killed):
+        train(*AUTO)
+    monkeypatch.undo()
+    ran = train("--resume", tiny=False)
+    assert ran.code == 0, ran.error
+    assert "after step 3 of 6" in ran.out
+    assert "5 rows, 2 in memory at a time" in ran.out
+    assert everything(ran.folder) == everything(whole) != everything(plenty)
+
+
+def test_a_size_that_was_asked_for_is_not_halved(train, at_step, scarce):
+    at_step(3, lambda: scarce.append(True))
+    ran = train("--micro-batch-size", 4)
+    assert (ran.code, ran.error) == (3, "wholebatch: OutOfMemoryError: CUDA out of memory.")
+    assert newest(ran.folder).name == "step-000002"
 
 
 def test_another_seed_is_another_run(train):

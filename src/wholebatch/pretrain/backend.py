@@ -77,6 +77,10 @@ class Backend(Protocol):
     def use(self, micro_batch_size: int) -> None:
         """Cut batches into pieces of at most that many rows."""
 
+    @property
+    def micro_batch_size(self) -> int:
+        """The most rows of a piece now: fewer than planned where memory has run out."""
+
     def peak_memory(self) -> int | None:
         """The most bytes that were held at a time, if that can be told."""
 

@@ -61,7 +61,7 @@ class JaxBackend:
         self.use(settings.micro_batch_size or 1)
 
     def use(self, micro_batch_size: int) -> None:
-        self._micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size
         self._step: Callable[..., Any] | None = None
 
     def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
@@ -94,7 +94,7 @@ class JaxBackend:
 
     def evaluate(self, rows: Rows) -> float:
         with self._precisely():
-            pieces = np.split(rows, np.cumsum(balanced(len(rows), micro_batch_size=self._micro_batch_size))[:-1])
+            pieces = np.split(rows, np.cumsum(balanced(len(rows), micro_batch_size=self.micro_batch_size))[:-1])
             losses = [self._loss_fn(self._params, _rows(piece), None) for piece in pieces]
             return float(sum(loss.total for loss in losses) / sum(loss.count for loss in losses))
 
@@ -158,7 +158,7 @@ class JaxBackend:
             return mean
 
         whole = value_and_grad(
-            scaled, micro_batch_size=self._micro_batch_size, rng_argnums=(2,), **self._devices.options
+            scaled, micro_batch_size=self.micro_batch_size, rng_argnums=(2,), **self._devices.options
         )
         loss, gradients = whole(params, rows, key)
         gradients = jax.tree.map(lambda gradient: gradient / factor, gradients)

@@ -20,7 +20,7 @@ VALIDATION_ROWS = 64
 
 
 def train(
-    settings: Settings, backend: Backend, corpus: Corpus, *, done: int, micro_batch_size: int, writer: Writer | None
+    settings: Settings, backend: Backend, corpus: Corpus, *, done: int, writer: Writer | None
 ) -> Iterator[Record]:
     """Take the steps that are left, and yield each one's metrics.
 
@@ -29,13 +29,12 @@ def train(
         backend: takes the steps.
         corpus: where rows come from.
         done: the steps that were taken before.
-        micro_batch_size: the rows in memory at a time.
         writer: writes metrics and checkpoints; None on ranks that do not.
     """
     held_out = validation_rows(settings, corpus)
     tokens = settings.batch_size * settings.seq_len
     for step in range(done + 1, settings.steps + 1):
-        start = time.perf_counter()
+        start, planned = time.perf_counter(), backend.micro_batch_size
         rate = learning_rate(settings, step)
         stepped = backend.step(rows_of_step(settings, corpus, step), step, rate)
         seconds = time.perf_counter() - start
@@ -48,7 +47,7 @@ def train(
             "tokens": step * tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(tokens / seconds, 1),
-            "micro_batch_size": micro_batch_size,
+            "micro_batch_size": backend.micro_batch_size,
             "peak_memory": backend.peak_memory(),
         }
         if writer:
@@ -56,7 +55,8 @@ def train(
             if last or step % settings.validate_every == 0:
                 record["validation_loss"] = _finite(backend.evaluate(held_out))
             writer.append(record)
-            if last or step % settings.checkpoint_every == 0:
+            halved = backend.micro_batch_size != planned  # the bits of all further steps depend on it
+            if last or halved or step % settings.checkpoint_every == 0:
                 writer.save(step)
         yield record
 

@@ -101,7 +101,7 @@ def _charts(summary: Facts, records: Sequence[Record]) -> list[str]:
             [Line("gradient norm", _points(records, "grad_norm"))], "step", "{:.3g}".format, from_zero=True
         ),
         "Predicted memory by micro-batch size": Chart(
-            [Line("predicted peak", memory, mark="dot"), Line("in use", used, mark="ring")],
+            [Line("predicted peak", memory, mark="dot"), *([Line("in use", used, mark="ring")] if used else [])],
             "rows at a time",
             lambda size: f"{size:,.4g} {name}",
             from_zero=True,

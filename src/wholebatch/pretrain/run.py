@@ -114,9 +114,7 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
         if writer and not saved:
             _keep_tokenizer(corpus.tokenizer, folder)
             writer.save(0)
-        for record in loop.train(
-            settings, backend, corpus, done=done, micro_batch_size=facts["micro_batch_size"], writer=writer
-        ):
+        for record in loop.train(settings, backend, corpus, done=done, writer=writer):
             done = record["step"]
             screen.step(record)
             if ranks.any(interruption.requested) and done < settings.steps:
@@ -124,6 +122,7 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
                     writer.save(done)
                 return Ended("interrupted", done, facts)
     screen.stop()
+    facts["micro_batch_size"] = backend.micro_batch_size
     return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
 
 
@@ -168,7 +167,7 @@ def _refuse_other_settings(settings: Settings, folder: Folder, saved: Checkpoint
 
 
 def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -> Facts:
-    """What is found out once and holds for the whole run; a micro-batch that changed would change the last bits."""
+    """What is found out once and holds for the whole run; the micro-batch only until memory runs out."""
     share = np.array_split(loop.rows_of_step(settings, corpus, 1), ranks.size)[0]
     memory = settings.memory if settings.micro_batch_size is None else UNLIMITED
     planned = ranks.from_first(backend.plan(share, memory) if ranks.first else None)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .. import Mean
 from .._report import Report
-from ..torch import Accumulator, check, evaluate, plan, token_mean
+from ..torch import Accumulator, Result, check, evaluate, plan, token_mean
+from ..torch._auto import AutoSize
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
 from .ranks import Ranks
 from .sampling import DROPOUT, Rows, random_of
@@ -51,25 +52,34 @@ class TorchBackend:
         )
         self._trained = self._model if ranks.size == 1 else nn.parallel.DistributedDataParallel(self._model)
         self._peak, self._steps = Peak(), 0
+        self._size = AutoSize(None)
         self.use(settings.micro_batch_size or 1)
 
     def use(self, micro_batch_size: int) -> None:
-        self._micro_batch_size = micro_batch_size
-        self._accumulator = Accumulator(self._trained, micro_batch_size=micro_batch_size)
+        self._size.rows = micro_batch_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        assert self._size.rows is not None
+        return self._size.rows
 
     def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
         if self._settings.dropout:
             random = random_of(self._settings.seed, DROPOUT, step * self._ranks.size + self._ranks.rank)
             torch.manual_seed(int(random.integers(1 << 63)))
         share = np.array_split(rows, self._ranks.size)[self._ranks.rank]
-        with self._a_step(learning_rate):
-            result = self._accumulator.step(
+
+        def once() -> Result:
+            return Accumulator(self._trained, micro_batch_size=self.micro_batch_size).step(
                 self._loss_fn(self._trained),
                 torch.from_numpy(share),
                 self._optimizer,
                 max_norm=self._settings.max_norm,
                 scaler=self._scaler,
             )
+
+        with self._a_step(learning_rate):  # by all rows, so that all ranks find the same smaller size
+            result = once() if self._settings.micro_batch_size else self._size.run(once, torch.from_numpy(rows))
         assert result.grad_norm is not None
         return Stepped(result.loss.item(), result.grad_norm.item(), result.stepped)
 
@@ -90,7 +100,7 @@ class TorchBackend:
             self._optimizer.zero_grad()
 
     def evaluate(self, rows: Rows) -> float:
-        pieces = torch.from_numpy(rows).split(self._micro_batch_size)
+        pieces = torch.from_numpy(rows).split(self.micro_batch_size)
         return evaluate(self._model, self._loss_fn(self._model), pieces).loss.item()
 
     @torch.no_grad()

@@ -44,5 +44,6 @@ class Writer:
         """A checkpoint, unless that step has one."""
         if step != self._saved:
             self._metrics.flush()
-            self._checkpoints.save(step, self._backend.state(), self._facts)
+            facts = {**self._facts, "micro_batch_size": self._backend.micro_batch_size}
+            self._checkpoints.save(step, self._backend.state(), facts)
             self._saved = step
