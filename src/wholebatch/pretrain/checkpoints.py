@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from .backend import State
 from .errors import DamagedError
-from .files import as_json, damaged, write_folder
+from .files import as_json, damaged, remove_folder, write_folder
 from .weights import Weights
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
@@ -81,8 +81,10 @@ class Checkpoints:
             },
         )
         later, earlier = [p for p in self if _step(p) > step], [p for p in self if _step(p) < step]
-        for gone in (*later, *earlier[self._keep - 1 :], *self._folder.glob(".step-*")):
-            shutil.rmtree(gone, ignore_errors=True)
+        for gone in (*later, *earlier[self._keep - 1 :]):
+            remove_folder(gone)
+        for left in self._folder.glob(".step-*"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
         return path
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:

@@ -58,11 +58,20 @@ def write_folder(path: Path, files: Mapping[str, Callable[[Path], None]]) -> Non
                 flush(beside / name)
             flush(beside)
             if path.exists():  # it was damaged: what is sound is not written again
-                shutil.rmtree(path)
+                remove_folder(path)
             beside.rename(path)
             flush(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """It loses its name first, so that what has one is whole."""
+    nameless = path.with_name(f".{path.name}.gone")
+    with naming_the_file(path):
+        shutil.rmtree(nameless, ignore_errors=True)
+        path.rename(nameless)
+        shutil.rmtree(nameless, ignore_errors=True)
 
 
 def checksums(folder: Path, names: Any) -> str:

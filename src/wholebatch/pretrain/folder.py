@@ -1,14 +1,13 @@
 """The output folder of a run, and what it holds."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .checkpoints import Checkpoint, Checkpoints
 from .errors import DamagedError, FolderError
-from .files import CHECKSUMS, as_json, checksums, damaged, naming_the_file, write_text
+from .files import CHECKSUMS, as_json, checksums, damaged, naming_the_file, remove_folder, write_text
 
 METRICS, TOKENIZER, SUMMARY, REPORT, COMPARISON = (
     "metrics.jsonl",
@@ -80,7 +79,7 @@ class Folder:
                 for name in self._files():
                     (self.path / name).unlink(missing_ok=True)
                 for path in Checkpoints(self.checkpoints):
-                    shutil.rmtree(path)
+                    remove_folder(path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """What the report is made from, with the metrics."""
