@@ -7,10 +7,11 @@ import signal
 
 import pytest
 import torch
+from kills import readable
 from tiny import STEPS, TINY, everything, newest, records, write_text
 
 from wholebatch import cli
-from wholebatch.pretrain import loop
+from wholebatch.pretrain import files, loop
 from wholebatch.pretrain.torch_model import GPT
 
 
@@ -92,21 +93,28 @@ def scarce(monkeypatch):
 AUTO = ["--micro-batch-size", "auto", "--checkpoint-every", 4]
 
 
-def test_where_memory_runs_out_pieces_are_halved_and_stay_so_when_the_run_goes_on(train, at_step, scarce, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--dropout", 0.3], ["--precision", "fp16"]], ids=["plain", "dropout", "fp16"])
+def test_where_memory_runs_out_pieces_are_halved_and_stay_so_when_the_run_goes_on(
+    train, at_step, scarce, options, monkeypatch
+):
     """The last bits depend on how a batch is cut, and memory may not run out again where it did."""
-    plenty = train(*AUTO, out="plenty").folder
+    plenty = train(*AUTO, *options, out="plenty").folder
     at_step(3, lambda: scarce.append(True))
-    whole = train(*AUTO, out="whole").folder
+    ran = train(*AUTO, *options, out="whole")
+    whole = ran.folder
     assert [record["micro_batch_size"] for record in records(whole)] == [5, 5, 2, 2, 2, 2]
+    assert ran.error == "wholebatch: memory ran out in step 3: 2 rows at a time from here on"
     scarce.clear()
     at_step(4, die)
     with pytest.raises(Killed):
-        train(*AUTO)
+        train(*AUTO, *options)
     monkeypatch.undo()
     ran = train("--resume", tiny=False)
     assert ran.code == 0, ran.error
     assert "after step 3 of 6" in ran.out
     assert "5 rows, 2 in memory at a time" in ran.out
+    assert json.loads((ran.folder / "summary.json").read_text())["micro_batch_size"] == 2
+    assert ">5 rows, 2 at a time<" in (ran.folder / "report.html").read_text()
     assert everything(ran.folder) == everything(whole) != everything(plenty)
 
 
@@ -133,6 +141,24 @@ def test_metrics_of_lost_steps_are_cut_off(train, at_step, monkeypatch, tmp_path
     monkeypatch.undo()
     train("--resume", tiny=False)
     assert [record["step"] for record in records(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--overwrite"]], ids=["resumed", "replaced"])
+def test_a_kill_while_old_checkpoints_are_removed_leaves_none_half_there(train, tmp_path, monkeypatch, options):
+    def half_gone(path, **_):
+        if path.exists():
+            (path / "weights.safetensors").unlink()
+            raise Killed
+
+    monkeypatch.setattr(files.shutil, "rmtree", half_gone)
+    with pytest.raises(Killed):
+        train(*options)
+        train(*options)
+    readable(tmp_path / "run")
+    monkeypatch.undo()
+    ran = train(*options)
+    assert (ran.code, ran.error) == (0, "")
+    readable(ran.folder)
 
 
 def test_without_anything_saved_resume_begins(train):

@@ -116,13 +116,15 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
             writer.save(0)
         for record in loop.train(settings, backend, corpus, done=done, writer=writer):
             done = record["step"]
+            if record["micro_batch_size"] != facts["micro_batch_size"]:
+                facts["micro_batch_size"] = record["micro_batch_size"]
+                screen.warn(f"memory ran out in step {done}: {facts['micro_batch_size']} rows at a time from here on")
             screen.step(record)
             if ranks.any(interruption.requested) and done < settings.steps:
                 if writer:
                     writer.save(done)
                 return Ended("interrupted", done, facts)
     screen.stop()
-    facts["micro_batch_size"] = backend.micro_batch_size
     return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
 
 
