@@ -1,8 +1,11 @@
 """Several processes under `torchrun`: who is who, and what they have to agree on."""
 
 import os
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+Returned = TypeVar("Returned")
 
 
 class Ranks:
@@ -46,18 +49,26 @@ class Ranks:
             if error is None:
                 # Whoever ends at once may do so while a thread of gloo lets go of a tensor of the last exchange, which
                 # aborts the process; nothing of Python's is held after a barrier.
-                torch.distributed.barrier()
+                self.wait()
             torch.distributed.destroy_process_group()
 
-    def from_first(self, value: Any) -> Any:
-        """What the first process gives, in all of them."""
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.size > 1:
+            import torch
+
+            torch.distributed.barrier()
+
+    def from_first(self, make: Callable[[], Returned]) -> Returned:
+        """What the first process makes, in all of them."""
         if self.size == 1:
-            return value
+            return make()
         import torch
 
-        box = [value]
+        box: list[Any] = [make() if self.first else None]
         torch.distributed.broadcast_object_list(box)
-        return box[0]
+        made: Returned = box[0]
+        return made
 
     def any(self, flag: bool) -> bool:
         """Whether it holds for one of them."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from . import loop, tokenizer
-from .backend import Backend, load, require
+from .backend import PACKAGES, Backend, load, require
 from .checkpoints import Checkpoint
 from .compare import compare
 from .corpus import Corpus, prepare
@@ -80,8 +80,8 @@ def run(request: Request, screen: Screen) -> Ended:
 
 def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     folder = Folder(request.out)
-    saved = ranks.from_first(_open(folder, request, screen) if ranks.first else None)
-    settings = Settings.of(request.given, saved and saved.facts["settings"])
+    saved = ranks.from_first(lambda: folder.open(resume=request.resume, overwrite=request.overwrite, warn=screen.warn))
+    settings = Settings.of(request.given, saved.facts["settings"] if saved else None)
     require(settings.backend)
     if saved:
         _refuse_other_settings(settings, folder, saved)
@@ -100,13 +100,13 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     else:
         facts["loss_before"] = backend.evaluate(loop.validation_rows(settings, corpus))
     done = saved.step if saved else 0
-    ranks.from_first(None)  # all have read what the first will soon replace
+    ranks.wait()  # all have read what the first will soon replace
 
     screen.start(beginning(facts, done), settings.steps, done)
     if ranks.first:
         folder.prepare(anew=not saved)
     with (
-        Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
+        Writer(folder, backend, facts, keep=settings.keep, saved=saved.step if saved else None)
         if ranks.first
         else nullcontext() as writer,
         loop.Interruption() as interruption,
@@ -128,17 +128,13 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
 
 
-def _open(folder: Folder, request: Request, screen: Screen) -> Checkpoint | None:
-    return folder.open(resume=request.resume, overwrite=request.overwrite, warn=screen.warn)
-
-
 def _corpus(settings: Settings, cache: Path, folder: Folder, saved: Checkpoint | None, ranks: Ranks) -> Corpus:
     """The first rank prepares it; the others find it in the cache."""
     if not ranks.first:
-        ranks.from_first(None)
+        ranks.wait()
     corpus = prepare(settings, cache, _kept_tokenizer(folder, saved) if saved else None)
     if ranks.first:
-        ranks.from_first(None)
+        ranks.wait()
     if saved and saved.facts["text"] != corpus.digest:
         raise FolderError(
             f"--data is not the text that the run in {folder.path} began with: its content is another; --overwrite "
@@ -172,8 +168,7 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
     """What is found out once and holds for the whole run; the micro-batch only until memory runs out."""
     share = np.array_split(loop.rows_of_step(settings, corpus, 1), ranks.size)[0]
     memory = settings.memory if settings.micro_batch_size is None else UNLIMITED
-    planned = ranks.from_first(backend.plan(share, memory) if ranks.first else None)
-    frameworks = {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[settings.backend]
+    planned = ranks.from_first(lambda: backend.plan(share, memory))
     return {
         "settings": settings.as_dict(),
         "text": corpus.digest,
@@ -186,7 +181,10 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         "device": backend.device,
         "micro_batch_size": planned.micro_batch_size,
         "memory_by_rows": {str(rows): peak for rows, peak in planned.curve.items()},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in frameworks}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES[settings.backend]},
+        },
     }
 
 

@@ -77,7 +77,7 @@ class TorchBackend:
                 scaler=self._scaler,
             )
         if self.micro_batch_size != planned:  # in all ranks, but half of unequal shares need not be equal
-            self.use(self._ranks.from_first(self.micro_batch_size))
+            self.use(self._ranks.from_first(lambda: self.micro_batch_size))
         assert result.grad_norm is not None
         return Stepped(result.loss.item(), result.grad_norm.item(), result.stepped)
 
