@@ -16,7 +16,7 @@ from pathlib import Path
 from tiny import SMALLEST, everything, write_text
 
 from wholebatch.pretrain import Request, Screen, run
-from wholebatch.pretrain.checkpoints import OPTIMIZER, STATE, WEIGHTS
+from wholebatch.pretrain.checkpoints import FILES
 from wholebatch.pretrain.files import CHECKSUMS, damaged
 from wholebatch.pretrain.metrics import read
 
@@ -136,7 +136,7 @@ def readable(folder: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     assert len(list(read(folder / "metrics.jsonl"))) == len(lines)
     for checkpoint in (folder / "checkpoints").glob("step-*"):
-        assert damaged(checkpoint, (WEIGHTS, OPTIMIZER, STATE)) is None, checkpoint
+        assert damaged(checkpoint, FILES) is None, checkpoint
     for file in folder.glob("[!.]*.json"):
         json.loads(file.read_text())
     assert not (folder / CHECKSUMS).exists() or damaged(folder, ()) is None

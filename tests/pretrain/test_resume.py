@@ -171,10 +171,13 @@ def test_a_run_that_is_done_is_verified(train):
     train()
     ran = train("--resume", tiny=False)
     assert ran.code == 0
-    assert "files are as they were written" in ran.out
+    assert "all 10 files are as they were written" in ran.out  # three in each of two checkpoints
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "report.html", "summary.json", "tokenizer.json"])
+OF_A_RUN = ["metrics.jsonl", "report.html", "summary.json", "tokenizer.json", "SHA256SUMS"]
+
+
+@pytest.mark.parametrize("file", [*OF_A_RUN, "checkpoints/step-000004/state.json"])
 def test_a_run_that_is_done_and_changed_is_told(train, finished, tmp_path, file):
     shutil.copytree(finished / "run", tmp_path / "run")
     changed = tmp_path / "run" / file

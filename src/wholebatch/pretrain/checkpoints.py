@@ -23,7 +23,7 @@ from .errors import DamagedError
 from .files import as_json, damaged, remove_folder, write_folder
 from .weights import Weights
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+WEIGHTS, OPTIMIZER, STATE = FILES = "weights.safetensors", "optimizer.safetensors", "state.json"
 FORMAT = 1
 
 
@@ -95,7 +95,7 @@ class Checkpoints:
         """
         broken: list[str] = []
         for path in self:
-            file = damaged(path, (WEIGHTS, OPTIMIZER, STATE))
+            file = damaged(path, FILES)
             if file is None:
                 facts = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if facts["format"] != FORMAT:

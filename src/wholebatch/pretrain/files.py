@@ -87,10 +87,9 @@ def damaged(folder: Path, names: Any) -> str | None:
         names: the files that have to be there.
     """
     try:
-        lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
+        written = expected_checksums(folder)
+    except (OSError, ValueError):
         return CHECKSUMS
-    written = {name: expected for expected, _, name in (line.partition("  ") for line in lines)}
     if not {*names} <= {*written}:
         return CHECKSUMS
     for name, expected in written.items():
@@ -100,6 +99,12 @@ def damaged(folder: Path, names: Any) -> str | None:
         except OSError:
             return name
     return None
+
+
+def expected_checksums(folder: Path) -> dict[str, str]:
+    """Those that a folder's files were written with, by name."""
+    lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
+    return {name: expected for expected, name in (line.split("  ", 1) for line in lines)}
 
 
 def checksum(path: Path) -> str:
