@@ -16,10 +16,10 @@ class Ranks:
     """
 
     def __init__(self, backend: str) -> None:
-        together = backend == "torch" and "TORCHELASTIC_RUN_ID" in os.environ
-        self.size = int(os.environ["WORLD_SIZE"]) if together else 1
-        self.rank = int(os.environ["RANK"]) if together else 0
-        self.local_rank = int(os.environ["LOCAL_RANK"]) if together else 0
+        self._together = backend == "torch" and "TORCHELASTIC_RUN_ID" in os.environ
+        self.size, self.rank, self.local_rank = (
+            (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")) if self._together else (1, 0, 0)
+        )
 
     @classmethod
     def alone(cls) -> Self:
@@ -32,7 +32,7 @@ class Ranks:
         return self.rank == 0
 
     def __enter__(self) -> Self:
-        if self.size > 1:
+        if self._together:
             import torch
 
             if torch.cuda.is_available():
@@ -43,7 +43,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self.size > 1:
+        if self._together:
             import torch
 
             if error is None:
@@ -54,14 +54,14 @@ class Ranks:
 
     def wait(self) -> None:
         """Until all are here."""
-        if self.size > 1:
+        if self._together:
             import torch
 
             torch.distributed.barrier()
 
     def from_first(self, make: Callable[[], Returned]) -> Returned:
         """What the first process makes, in all of them."""
-        if self.size == 1:
+        if not self._together:
             return make()
         import torch
 
@@ -72,7 +72,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether it holds for one of them."""
-        if self.size == 1:
+        if not self._together:
             return flag
         import torch
 
