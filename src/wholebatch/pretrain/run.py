@@ -125,7 +125,9 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
                     writer.save(done)
                 return Ended("interrupted", done, facts)
     screen.stop()
-    return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
+    if ranks.first:
+        facts = _finish(request, screen, settings, corpus, backend, folder, facts)
+    return Ended("done", done, facts)
 
 
 def _corpus(settings: Settings, cache: Path, folder: Folder, saved: Checkpoint | None, ranks: Ranks) -> Corpus:
@@ -189,11 +191,13 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
 
 
 def _finish(
-    request: Request, settings: Settings, corpus: Corpus, backend: Backend, folder: Folder, facts: Facts
+    request: Request, screen: Screen, settings: Settings, corpus: Corpus, backend: Backend, folder: Folder, facts: Facts
 ) -> Facts:
     """Judge, sample, report, and seal what was written."""
     if request.compare:
+        screen.note("comparing with the unsplit batch and the textbook loop ...")
         write_text(folder.comparison, as_json(compare(settings, corpus, facts["micro_batch_size"])))
+    screen.note("checking that the split is exact, and writing the report ...")
     few = max(3, facts["micro_batch_size"] // 2)  # it computes in float64, and unsplit too
     judged = backend.check(loop.validation_rows(settings, corpus)[:few])
     prompt, continued = continuation(settings, backend, corpus)
