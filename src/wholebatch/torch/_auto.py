@@ -40,6 +40,10 @@ class AutoSize:
         self.rows: int | None = None
         """The most rows of a piece; None for the whole batch."""
 
+    def begin_with(self, rows: int) -> None:
+        """Take a size that is known, in place of finding one."""
+        self.rows, self._chosen = rows, True
+
     def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> None:
         """Find a size for the first batch; those after it have the same.
 
