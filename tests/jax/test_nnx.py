@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
-from modules import Net, loss_fn, make_net, plain
+from modules import Net, loss_fn, make_net, plain, train
 from problems import assert_same, make_batch
 
 import wholebatch.jax
@@ -36,20 +36,9 @@ def test_gradients_are_those_of_nnx(cut, jit):
 
 
 def test_training_with_an_optimizer_is_that_of_whole_batches():
-    def train(value_and_grad):
-        model = make_net()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x, y):
-            loss, grads = value_and_grad(model, x, y)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [step(model, optimizer, *make_batch(seed=i)) for i in range(10)]
-        return jnp.stack(losses), plain(nnx.state(model, nnx.Param))
-
-    split, whole = train(value_and_grad(loss_fn, micro_batch_size=4)), train(nnx.value_and_grad(loss_fn))
+    batches = [make_batch(seed=i) for i in range(10)]
+    split = train(value_and_grad(loss_fn, micro_batch_size=4), batches)
+    whole = train(nnx.value_and_grad(loss_fn), batches)
     assert_same(split, whole, tolerance=1e-10)
     start = plain(nnx.state(make_net(), nnx.Param))
     assert np.abs(split[1]["head"]["kernel"] - start["head"]["kernel"]).max() > 1e-2, "training moved the weights"

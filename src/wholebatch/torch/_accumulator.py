@@ -56,7 +56,7 @@ class Accumulator:
         in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
             `.grad`, with the same result up to rounding: "auto" where that is faster, which is for large weights.
         batch_norm: "refuse" to cut a batch that BatchNorm sees in training mode, or accept normalisation by
-            "micro"-batch, with running statistics that follow the whole batch.
+            "micro"-batch, with running statistics that follow the whole batch, that of all processes.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
         sync: when a model of several processes sends gradients: "once" per batch, after its last piece; with DDP, in
@@ -224,7 +224,8 @@ class Accumulator:
             self._open = opened
             pieces = self._cut(batch, may_be_empty=processes.shared)
             opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
-            pooled = self._statistics_to_pool(len(pieces) * processes.world)
+            found = self._statistics_to_pool(len(pieces) > 1 or processes.shared)
+            opened.statistics = statistics.Statistics(found)
             summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
             own = Share(pieces.rows, len(pieces), summed)
             whole = opened.agreement.before(own)
@@ -236,15 +237,15 @@ class Accumulator:
                 ignored_labels=lambda: self._ignored_labels(batch),
             )
             device = only_device(opened.parameters)
-            with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
+            with processes.apart(), opened.statistics.followed(), self._summing_in_place(len(pieces)):
                 turns = whole.turns or len(pieces)
                 for turn, (piece, rows) in enumerate(pieces.turns(turns, device), start=1):
-                    start_piece()
-                    last = turn == turns
+                    again, last = turn > len(pieces), turn == turns
+                    opened.statistics.start_piece(again)
                     if last:
                         opened.agreement.between()
                     processes.turn(last)
-                    add = opened.add if turn <= len(pieces) else opened.add_nothing
+                    add = opened.add_nothing if again else opened.add
                     add(loss_fn(piece), rows, last)
                 if not turns:
                     opened.agreement.between()
@@ -330,9 +331,9 @@ class Accumulator:
             self.discard()
             raise
 
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
-        """The modules whose batch statistics have to be pooled; one piece is the whole batch to them."""
-        found = statistics.keepers(self._model) if num_pieces > 1 else {}
+    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
+        """The modules whose batch statistics have to be pooled; what is not cut is the whole batch to them."""
+        found = statistics.keepers(self._model) if cut else {}
         statistics.refuse_scripted(found)
         if self._batch_norm == "refuse":
             statistics.refuse(found)

@@ -177,9 +177,9 @@ class _Rehearsing(Accumulator):
     def _processes(self, sync: Sync) -> Alone:
         return Alone()
 
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
+    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
         """What statistics of the batch mean for the gradient is not the question here."""
-        return statistics.keepers(self._model) if num_pieces > 1 else {}
+        return statistics.keepers(self._model) if cut else {}
 
 
 def _device(model: Model, batch: Any) -> torch.device:
