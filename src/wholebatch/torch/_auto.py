@@ -40,8 +40,8 @@ class AutoSize:
         self.rows: int | None = None
         """The most rows of a piece; None for the whole batch."""
 
-    def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> None:
-        """Find a size for the first batch; those after it have the same.
+    def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> int | None:
+        """The size for a batch: found with the first one that has rows, and the same for those after it.
 
         Args:
             model: the model.
@@ -49,8 +49,8 @@ class AutoSize:
             batch: the first batch.
             options: those of `plan`.
         """
-        if self._chosen:
-            return
+        if self._chosen or not rows_if_known(batch):
+            return self.rows
         from ._plan import plan  # it rehearses with the accumulator, which has this
 
         device = only_device(model.parameters())
@@ -64,6 +64,7 @@ class AutoSize:
             except Exception:  # what cannot be planned may still run; if that is not it, it fails again
                 self.rows = None
         self._chosen = True
+        return self.rows
 
     def run(self, once: Callable[[], Returned], batch: Any) -> Returned:
         """Run a batch, and run it again with half the piece where memory has run out.
