@@ -114,8 +114,8 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor like it, within a `FakeTensorMode`; what is on the meta device is on `device` instead."""
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
         raise PlanError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} cannot be followed: only plain dense tensors can; choose "
-            "the size by trying instead"
+            f"a {type(tensor).__name__} of layout {tensor.layout} cannot be followed: only plain dense tensors can; "
+            "choose the size by trying instead"
         )
     on = device if tensor.device.type == "meta" else tensor.device
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=on)
