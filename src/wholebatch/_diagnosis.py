@@ -25,7 +25,7 @@ class Finding:
     Args:
         causes: what explains most of the error first.
         where: what the first cause is about, such as the name of a module; empty if that is the loss.
-        exact_without_randomness: None where nothing is random.
+        exact_without_randomness: None where nothing is random, or it cannot be switched off.
     """
 
     causes: tuple[Cause, ...]
@@ -63,6 +63,9 @@ class Probe(Protocol):
     def error_without(self, off: frozenset[Cause]) -> float:
         """The error of the split with these suspects switched off."""
 
+    def draws_by_row(self) -> bool:
+        """Whether a random number of each row's own is left with randomness switched off."""
+
     def where(self, cause: Cause) -> str:
         """What a suspect is about."""
 
@@ -95,6 +98,8 @@ def diagnose(probe: Probe) -> Finding:
             shares[suspect] = _difference(error, without)
         if suspect == "randomness":
             without_randomness = without <= probe.tolerance
+            if not without_randomness and probe.draws_by_row():
+                return Finding((suspect,))  # behind which nothing else can be seen
         error = without
         if error <= probe.tolerance:
             break

@@ -27,7 +27,7 @@ class Report:
         causes: why it is not exact, what explains most of the error first; "rounding" where that is all there is.
         remedy: what to do about the first of them, in one line.
         exact_without_randomness: where runs differ by chance, whether the split is exact with the same draw for
-            every row; None where nothing is random.
+            every row; None where nothing is random, or numbers that Python or NumPy draws for each row hide it.
     """
 
     exact: bool

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import TINY, newest, records, remember_plans
+from tiny import SMALLEST, newest, records, remember_plans
 
 from wholebatch import NonFiniteError, OptionError
 from wholebatch.pretrain import jax_backend, torch_backend
@@ -137,8 +137,4 @@ def test_neither_backend_needs_the_other(other):
 
 
 def tiny_settings(**others):
-    named = {
-        name.removeprefix("--").replace("-", "_"): value for name, value in zip(TINY[::2], TINY[1::2], strict=True)
-    }
-    numbers = {name: int(value) if value.isdigit() else value for name, value in named.items()}
-    return Settings.of({**numbers, "steps": 4, **others})
+    return Settings.of({**SMALLEST, "steps": 4, **others})

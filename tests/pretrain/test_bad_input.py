@@ -24,6 +24,8 @@ FILES = [
     ("short.txt", b"a few bytes", [], "the text has 12 tokens, and 18 are needed for one sequence of 8 to train on"),
     ("latin.txt", "für".encode("latin1") * 99, [], "is not UTF-8 text (byte 0xfc at position 1): convert it"),
     ("rows.jsonl", b"{", ["--field", "text"], "line 1 of "),
+    ("rows.jsonl", b"\n \n", ["--field", "text"], "is empty: there is nothing to train on"),
+    ("rows.jsonl", b'{"text": "\xfc"}', ["--field", "text"], "is not JSON: 'utf-8' codec can't decode byte 0xfc"),
     ("rows.jsonl", lines({"text": "x"}, {"body": "y"}), ["--field", "text"], "has no text in the field 'text': it has body"),
     ("rows.jsonl", lines({"text": 3}), ["--field", "text"], "has no text in the field 'text'"),
     ("rows.jsonl", lines([1]), ["--field", "text"], "has no text in the field 'text': it has list"),

@@ -14,6 +14,7 @@ from jax import numpy as jnp
 
 from .._causes import Cause
 from .._diagnosis import Finding, diagnose
+from .._generators import PythonGenerators, kept_generators
 from .._layouts import other_layouts
 from .._plan import check_sizes
 from .._report import Report, tolerance
@@ -67,6 +68,8 @@ def check(
             if report is None:
                 raise
             return report
+    finally:
+        job.generators.restore()
 
 
 class _Check:
@@ -82,6 +85,7 @@ class _Check:
         batch_argnums: Argnums | None,
         rng_argnums: Argnums,
     ) -> None:
+        self.generators = PythonGenerators(kept_generators(fun, params))
         self._user_fun, self._size, self._has_aux = fun, size, has_aux
         self._batch_argnums, self._rng_argnums = batch_argnums, rng_argnums
         self._modules = Modules(params) if is_module(params) else None
@@ -174,7 +178,16 @@ class _Check:
                 def door(pieces: int) -> Tree:
                     return jax.jit(lambda *given: self._through_the_door(pieces, *given))(params, placed(part))
 
-        return Trial(fun, params, part, self._arguments.keys, has_aux=self._has_aux, switch=switch, door=door)
+        return Trial(
+            fun,
+            params,
+            part,
+            self._arguments.keys,
+            has_aux=self._has_aux,
+            generators=self.generators,
+            switch=switch,
+            door=door,
+        )
 
     def _through_the_door(self, pieces: int, params: Tree, leaves: list[Array]) -> Tree:
         """As a user of NNX would, on modules of its own: what a piece changes in them the next one sees."""

@@ -53,7 +53,7 @@ def summarise(facts: Facts, folder: Folder, **found: Any) -> Facts:
         "loss_after": records[-1]["validation_loss"],
         "seconds": round(seconds, 3),
         "tokens": records[-1]["tokens"],
-        "tokens_per_second": round(sum(1 for _ in records) * _tokens(facts) / seconds, 1),
+        "tokens_per_second": round(len(records) * _tokens(facts) / seconds, 1),
         "peak_memory": max(peaks, default=None),
         "whole_batch_memory": _whole(facts),
         "checkpoint": f"checkpoints/step-{records[-1]['step']:06d}",

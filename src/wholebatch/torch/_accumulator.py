@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from .._errors import BatchError, OptionTypeError
+from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._agree import Share
@@ -111,6 +111,22 @@ class Accumulator:
         self._scaler: Any = None  # the last .finish's, so that the next .add scales before it is told
         self._warned = False
         self.skipped = 0
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The most rows of a piece, as given or as "auto" has found it so far; None for the whole batch.
+
+        Set it to go on with the size of a run before: the last bits of a sum depend on how it is cut.
+        """
+        return self._micro_batch_size if self._auto is None else self._auto.rows
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, rows: int) -> None:
+        if self._by_length is not None and self._by_length.budget is not None:
+            raise OptionError(f"micro_batch_tokens={self._by_length.budget} decides how many rows a piece has")
+        self._micro_batch_size, _ = check_sizes(rows, self._num_micro_batches)
+        if self._auto is not None:
+            self._auto.begin_with(rows)
 
     def backward(
         self, loss_fn: LossFunction, batch: Any, *, counts: CountFunction | None = None, scaler: Any = None
@@ -237,7 +253,7 @@ class Accumulator:
 
     def _find_size(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> None:
         if self._auto is not None and not isinstance(batch, Window):
-            self._micro_batch_size = self._auto.choose(
+            self._auto.choose(
                 self._model,
                 loss_fn,
                 batch,
@@ -248,7 +264,7 @@ class Accumulator:
             )
 
     def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
-        sizes = self._micro_batch_size, self._num_micro_batches
+        sizes = self.micro_batch_size, self._num_micro_batches
         if self._by_length is None:
             return Cut(batch, *sizes, may_be_empty=may_be_empty)
         return Regrouped(batch, self._by_length, *sizes, may_be_empty=may_be_empty)

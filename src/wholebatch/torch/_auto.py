@@ -40,8 +40,12 @@ class AutoSize:
         self.rows: int | None = None
         """The most rows of a piece; None for the whole batch."""
 
-    def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> int | None:
-        """The size for a batch: found with the first one that has rows, and the same for those after it.
+    def begin_with(self, rows: int) -> None:
+        """Take a size that is known, in place of finding one."""
+        self.rows, self._chosen = rows, True
+
+    def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> None:
+        """Find a size for the first batch that has rows; those after it have the same.
 
         Args:
             model: the model.
@@ -50,7 +54,7 @@ class AutoSize:
             options: those of `plan`.
         """
         if self._chosen or not rows_if_known(batch):
-            return self.rows
+            return
         from ._plan import plan  # it rehearses with the accumulator, which has this
 
         device = only_device(model.parameters())
@@ -64,7 +68,6 @@ class AutoSize:
             except Exception:  # what cannot be planned may still run; if that is not it, it fails again
                 self.rows = None
         self._chosen = True
-        return self.rows
 
     def run(self, once: Callable[[], Returned], batch: Any) -> Returned:
         """Run a batch, and run it again with half the piece where memory has run out.

@@ -91,7 +91,7 @@ class _Check:
     ) -> None:
         self._model, self._loss_fn, self._batch, self._size = model, loss_fn, batch, size
         self._regrouping = regrouping
-        self.own_generators = OwnGenerators()
+        self.own_generators = OwnGenerators(loss_fn, *model.members)
 
     def report(self, sums: GradientSums, prepare: Callable[[Any], Any]) -> Report:
         """The verdict on the batch as it is."""
