@@ -212,7 +212,7 @@ class Accumulator:
         if batch is not None:
             batch.undo()
 
-    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
+    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
@@ -222,6 +222,7 @@ class Accumulator:
         processes = opened.processes
         with opened.agreement.together(), self._discarding():
             self._open = opened
+            self._find_size(loss_fn, batch, counts, step)
             pieces = self._cut(batch, may_be_empty=processes.shared)
             opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
             found = self._statistics_to_pool(len(pieces) > 1 or processes.shared)
@@ -233,7 +234,7 @@ class Accumulator:
                 own,
                 whole,
                 sum_dtype=self._accum_dtype,
-                scaler=scaler,
+                scaler=step.scaler,
                 ignored_labels=lambda: self._ignored_labels(batch),
             )
             device = only_device(opened.parameters)
@@ -250,6 +251,18 @@ class Accumulator:
                 if not turns:
                     opened.agreement.between()
 
+    def _find_size(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> None:
+        if self._auto is not None and not isinstance(batch, Window):
+            self._auto.choose(
+                self._model,
+                loss_fn,
+                batch,
+                optimizer=step.optimizers or None,
+                counts=counts,
+                accum_dtype=self._accum_dtype,
+                in_place=self._in_place,
+            )
+
     def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
         sizes = self.micro_batch_size, self._num_micro_batches
         if self._by_length is None:
@@ -260,20 +273,11 @@ class Accumulator:
         """A batch from the first piece to the step, with the size that was given or is found."""
 
         def once() -> tuple[OpenBatch, Result, bool]:
-            self._add_all(loss_fn, batch, counts, step.scaler)
+            self._add_all(loss_fn, batch, counts, step)
             return self._close(step)
 
         if self._auto is None or isinstance(batch, Window):
             return self._take(step, *once())
-        self._auto.choose(
-            self._model,
-            loss_fn,
-            batch,
-            optimizer=step.optimizers or None,
-            counts=counts,
-            accum_dtype=self._accum_dtype,
-            in_place=self._in_place,
-        )
         return self._take(step, *self._auto.run(once, batch))
 
     def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:
