@@ -6,6 +6,7 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from .._plan import balanced
 from .._sample import rows_to_take
 from ._tree import disassembled, map_tensors, tensors
 from ._window import Window
+
+_VIEWS = 16
+"""Pieces whose views are made together: by itself, in the middle of other work, each takes twice as long."""
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -72,13 +76,13 @@ class Cut:
             return
         parts, build = disassembled(to_device(self._batch, device, whole=True))
         elsewhere = device is not None and any(part.device != device for part in parts)
-        start = 0
-        for size in self.sizes:
-            assert size is not None
-            stop = start + size
-            piece = build([part[start:stop] for part in parts])
-            yield to_device(piece, device) if elsewhere else piece, size
-            start = stop
+        sizes = [size or 0 for size in self.sizes]
+        rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        for start in range(0, len(rows), _VIEWS):
+            views = [[part[some] for some in rows[start : start + _VIEWS]] for part in parts]
+            for views_of_piece, size in zip(zip(*views, strict=True), sizes[start:], strict=False):
+                piece = build(views_of_piece)
+                yield to_device(piece, device) if elsewhere else piece, size
 
     def turns(self, number: int, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:
         """The pieces as `on` the device, and the first one again until there were that many."""

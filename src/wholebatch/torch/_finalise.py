@@ -21,6 +21,9 @@ def finalise(sums: GradientSums, factor: Number | Tensor, max_norm: float | None
         scale(given, factor)
         return None
     # One pass over the gradients divides and clips them; the norm of the quotient is the quotient of the norm.
-    norm = norm_of(given) * factor
-    scale(given, factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    norm = norm_of(given)
+    scale([norm], factor)
+    clipping = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale([clipping], factor)
+    scale(given, clipping)
     return norm

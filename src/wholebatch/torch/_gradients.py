@@ -24,18 +24,22 @@ def scale(gradients: list[Tensor], factor: Number | Tensor) -> None:
         torch._foreach_mul_(dense, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
+@torch.no_grad()
 def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
     """The norm over all entries, in at least float32."""
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
         mesh = getattr(gradient, "device_mesh", None)  # of a DTensor
         alike.setdefault((gradient.device, gradient.dtype, mesh), []).append(_values(gradient))
-    norms: list[Tensor] = []
+    norms: list[Tensor] = []  # each gradient's, or those of a mesh together
     for (_, dtype, mesh), values in alike.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         of_values = list(torch._foreach_norm(values, order, dtype=wide))
         norms += of_values if mesh is None else [_whole(get_total_norm(of_values, order))]
-    return get_total_norm(norms, order)
+    if not norms:
+        return torch.tensor(0.0)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+    return whole
 
 
 def _whole(norm: Any) -> Tensor:

@@ -27,6 +27,8 @@ CountFunction = Callable[[Any], Any]
 Number = int | float
 Count = Number | Tensor
 
+_LOSS = title(ONLY_TERM)
+
 
 @dataclass(slots=True)  # these two are not frozen, as they are made for each piece and that would take twice as long
 class Term:
@@ -48,8 +50,8 @@ class Reading:
 
 def read(returned: Any, rows: int | None) -> Reading:
     """The terms and metrics in what a loss function returned for a piece of `rows` rows."""
-    if isinstance(returned, Tensor | Mean):  # most are, and whatever happens here happens for each piece
-        return Reading({ONLY_TERM: _term(title(ONLY_TERM), returned, rows)}, {})
+    if isinstance(returned, (Tensor, Mean)):  # most are, and whatever happens here happens for each piece
+        return Reading({ONLY_TERM: _term(_LOSS, returned, rows)}, {})
     metrics: dict[str, Term] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, given = returned

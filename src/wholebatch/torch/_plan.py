@@ -122,7 +122,7 @@ class _Steps:
 
     def _peak(self, timeline: Timeline) -> int:
         rehearsal = self._rehearsal
-        return max(timeline.peak() + rehearsal.state, rehearsal.peak_of_step) + rehearsal.batch
+        return max(timeline.peak() + rehearsal.state, rehearsal.peak_of_step) + rehearsal.besides
 
     def _pieces(self, size: int) -> int:
         """A piece has one like it before it, so that gradients are there already, unless it is the whole batch."""

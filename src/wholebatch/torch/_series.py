@@ -48,7 +48,7 @@ class Series:
         """All entries, or None if there were only numbers."""
         if self._buffer is None:
             return None
-        entries = self._grown(self._buffer)[: len(self.numbers)]
+        entries = self._grown(self._buffer, len(self.numbers))[: len(self.numbers)]
         if not any(self.numbers):
             return entries
         whole = all(isinstance(number, int) for number in self.numbers)
@@ -61,12 +61,12 @@ class Series:
             self._buffer = torch.zeros(self._capacity, dtype=dtype, device=value.device)
         elif self._buffer.dtype != dtype:  # such as a constant 0 in the first piece
             self._buffer = self._buffer.to(torch.promote_types(self._buffer.dtype, dtype))
-        self._buffer = self._grown(self._buffer)
+        self._buffer = self._grown(self._buffer, len(self.numbers) + 1)
         self._slots = self._buffer.unbind()
 
-    def _grown(self, buffer: Tensor) -> Tensor:
-        """With room for one more entry than there are; doubling makes that rare."""
-        missing = len(self.numbers) + 1 - len(buffer)
+    def _grown(self, buffer: Tensor, entries: int) -> Tensor:
+        """With room for that many entries; doubling makes it rare that there is none."""
+        missing = entries - len(buffer)
         return buffer if missing <= 0 else torch.cat([buffer, buffer.new_zeros(max(missing, len(buffer)))])
 
 

@@ -34,7 +34,9 @@ class Column:
             values = torch.zeros(len(self._counts))
         weighted = values
         if self.per is Per.ROWS:
-            weighted = values * numbers_on(values.device, self._counts.numbers, values.dtype)
+            rows = self._counts.numbers
+            alike = len(set(rows)) == 1  # a number is multiplied by sooner than a tensor of them is made
+            weighted = values * (rows[0] if alike else numbers_on(values.device, rows, values.dtype))
         if counts is not None:
             weighted = torch.where(counts.to(values.device) == 0, 0, weighted)
         count = 1 if self.per is Per.NOTHING else self._counts.sum()
