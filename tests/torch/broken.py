@@ -442,6 +442,12 @@ over_rows(
 )
 
 
+@case("randomness", "dropout within a recurrent net, where time is first")
+def recurrent_dropout():
+    model = nn.GRU(4, 8, num_layers=2, dropout=0.3, batch_first=True)
+    return model, lambda x: model(x)[0].square().mean(), torch.randn(ROWS, LENGTH, 4)
+
+
 @case("randomness", "a generator of its own")
 def own_generator():
     model, generator = mlp(), torch.Generator().manual_seed(0)
