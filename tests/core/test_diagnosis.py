@@ -263,6 +263,9 @@ def test_small_errors_in_low_precision_are_rounding_if_any_order_makes_them():
     low = {"eps": 1.2e-7, "tolerance": 1e-6, "error": 2e-5}
     assert diagnose(Fake(loss=rounded, **low)) == Finding(("rounding",))
     assert diagnose(Fake(loss=lambda r: Observation(total(r)), **low)).causes == ("sum-as-mean",)
+    assert diagnose(Fake(loss=rounded, suspects=(B,), **low)) == Finding(("rounding",)), "also in training mode"
+    by_chance = Fake(loss=rounded, suspects=(R,), certain=frozenset([R]), without={frozenset([R]): 0.0}, **low)
+    assert diagnose(by_chance).causes == (R,)
 
 
 def test_layouts_are_those_that_have_rows():
