@@ -123,11 +123,8 @@ def diagnose(probe: Probe) -> Finding:
 
 def _is_noise(probe: Probe) -> bool:
     """Whether an error in low precision is as small as that of adding up the same rows in another order."""
-    if (
-        probe.eps < 1e-15
-        or {"randomness", "state"} & {*probe.suspects}
-        or not probe.error <= min(512 * probe.eps, 0.05)
-    ):
+    changes = {"randomness", "state"} & {*probe.suspects}
+    if probe.eps < 1e-15 or changes or not probe.error <= min(512 * probe.eps, 0.05):
         return False
     noise = max(order_matters(probe.rows, _view(probe, term, frozenset())) for term in probe.terms())
     return math.isfinite(noise) and probe.error <= NOISE * noise

@@ -118,6 +118,17 @@ def test_rows_that_alone_hold_the_same_of_both_do_not_tell_two_means_apart():
     assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
 
 
+def test_parts_that_happen_to_hold_what_is_their_share_hide_nothing():
+    """Of 4 tokens for each row on average, the first parts hold just that, and only others do not."""
+    held = np.array([4.0, 4, 4, 4, 4, 5, 3])
+
+    def observe(rows):
+        rows = list(rows)
+        return Observation(held[rows] @ EACH[rows] / held[rows].sum())
+
+    assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
+
+
 def test_of_many_rows_and_entries_some_are_looked_at():
     looked = []
 

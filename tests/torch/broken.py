@@ -591,6 +591,17 @@ def class_weights():
     )
 
 
+@case("wrong-axis", "class weights as long as the batch, beside integers")
+def class_weights_beside_integers():
+    model = nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, ROWS))
+    batch = {"ids": tokens()["ids"], "y": torch.randint(ROWS, (ROWS,)), "weight": torch.rand(ROWS)}
+    return (
+        model,
+        lambda b: (F.cross_entropy(model(b["ids"]), b["y"], reduction="none") * b["weight"][b["y"]]).mean(),
+        batch,
+    )
+
+
 @case("wrong-axis", "a scale of features as long as the batch")
 def feature_scale():
     model = nn.Linear(5, 5)
