@@ -429,6 +429,29 @@ over_rows(
     "randomness", "noise in the loss", lambda m, b: losses(m, {**b, "x": b["x"] + torch.randn_like(b["x"])}).mean()
 )
 over_rows("randomness", "Gumbel noise", lambda m, b: (F.gumbel_softmax(logits(m, b), tau=0.5) * b["x"][:, :3]).mean())
+over_rows(
+    "randomness",
+    "so much dropout that few draws leave a gradient",
+    lambda m, b: F.dropout(logits(m, b), 0.9).square().mean(),
+)
+over_rows(
+    "randomness",
+    "dropout as it is on GPUs",
+    lambda m, b: torch.native_dropout(logits(m, b), 0.5, True)[0].square().mean(),
+)
+
+
+@case("randomness", "a layer that is seldom left out")
+def seldom_left_out():
+    model = mlp()
+
+    def loss_fn(b):
+        return cross_entropy(model)({**b, "x": b["x"] * 0.5 if torch.rand(()) < 0.35 else b["x"]})
+
+    torch.manual_seed(10)  # with which two runs are alike, and the third is not
+    return model, loss_fn, rows()
+
+
 over_rows("randomness", "Python's random numbers", lambda m, b: losses(m, b).mean() * __import__("random").random())
 over_rows(
     "randomness", "NumPy's random numbers", lambda m, b: losses(m, b).mean() * float(__import__("numpy").random.rand())
