@@ -436,6 +436,14 @@ over_rows(
 )
 over_rows(
     "randomness",
+    "noise for the rows of a class, of which a piece may have none",
+    lambda m, b: (
+        losses(m, b)
+        * torch.ones_like(b["x"][:, 0]).masked_scatter(b["y"] == 0, torch.randn(int((b["y"] == 0).sum())).to(b["x"]))
+    ).mean(),
+)
+over_rows(
+    "randomness",
     "dropout as it is on GPUs",
     lambda m, b: torch.native_dropout(logits(m, b), 0.5, True)[0].square().mean(),
 )
