@@ -233,6 +233,8 @@ def test_behind_randomness_that_cannot_be_switched_off_nothing_is_seen():
     summed = lambda r: Observation(total(r))  # noqa: E731
     assert set(diagnose(Fake(loss=summed, **given)).causes) == {R, "sum-as-mean"}
     assert diagnose(Fake(loss=summed, by_row=True, **given)) == Finding((R,))
+    given["without"] = {frozenset([R]): 0.0}
+    assert diagnose(Fake(by_row=True, **given)).exact_without_randomness, "which is seen all the same"
 
 
 def test_what_changes_nothing_is_no_cause():
