@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,8 +51,7 @@ class Replicas(Peers):
     def refuse(self) -> None:
         for module in self._modules:
             _refuse(module)
-        ranks = dist.get_process_group_ranks(self.group)
-        if any(dist.get_process_group_ranks(module.process_group) != ranks for module in self._modules):
+        if not all(self.are_those_of(module.process_group) for module in self._modules):
             raise OptionError("the model's DDP modules belong to process groups of different ranks: give each its own")
 
     @property
