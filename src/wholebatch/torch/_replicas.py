@@ -177,6 +177,11 @@ def _refuse(module: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) exchanges the parameters' contents within each forward, and "
             "is not supported: use torch.autocast in the loss function, and a communication hook to send less"
         )
+    if any(hasattr(parameter, "_st_info") for parameter in module.parameters()):
+        raise OptionError(
+            "DistributedDataParallel(device_mesh=...) around a tensor-parallel module makes new parameters in each "
+            "forward, and is not supported: use fully_shard for the data axis of the mesh"
+        )
     if module._use_python_reducer or module._delay_all_reduce_params:
         raise OptionError(
             'this DistributedDataParallel reduces gradients without its reducer (optimize_ddp="python_reducer", or '
