@@ -45,17 +45,24 @@ class Probe(Protocol):
     """What a front end can find out about a model, a loss and a few rows."""
 
     rows: int
+    dtype: str
+    """The least precise type that takes part, by name."""
     eps: float
-    """The distance from 1 to the next number, in the least precise type that takes part."""
+    """The distance from 1 to the next number, in that type."""
     tolerance: float
     error: float
-    """The split's, over all cuts."""
+    """The split's, over all cuts, once it was judged."""
+    failure: str | None
+    """What a split ran into."""
     certain: frozenset[Cause]
     """Those of the suspects that are known to be there."""
 
     @property
     def suspects(self) -> Sequence[Cause]:
         """What may disturb other measurements and can be switched off, in this order."""
+
+    def judge(self, cuts: Sequence[int]) -> dict[int, dict[str, float]]:
+        """The error of each parameter in each cut."""
 
     def repeats(self) -> bool:
         """Whether the same run from the same start comes out the same."""

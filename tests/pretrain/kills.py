@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tiny import SMALLEST, everything, write_text
@@ -20,11 +21,8 @@ from wholebatch.pretrain.checkpoints import FILES
 from wholebatch.pretrain.files import CHECKSUMS, damaged
 from wholebatch.pretrain.metrics import read
 
-BEFORE_ITS_FIRST_STEP = 0.1
-"""So many of the kills, while files are read, cut back and written; the others come later."""
-
 LIVES = 3
-"""Of a run, at least: each ends within so much of its time after the first step."""
+"""Of a run, at least: most of them end within so much of the time that all its steps take."""
 
 OFTEN = {"checkpoint_every": 5, "validate_every": 7}
 
@@ -67,10 +65,15 @@ class Life:
         self._process = processes.Process(target=train, args=(request, pipe))
         self._process.start()
         pipe.close()  # so that the process is the only one that holds it, and its end can be seen
+        self._taken = 0
 
-    def first_step(self) -> None:
-        """Wait until it has taken one, or is over."""
-        self._steps.poll(None)
+    def takes(self, steps: int) -> bool:
+        """Wait until it has taken so many, or is over; whether it has."""
+        with suppress(EOFError):
+            while self._taken < steps:
+                self._steps.recv()
+                self._taken += 1
+        return self._taken >= steps
 
     def lasts(self, seconds: float | None = None) -> bool:
         """Wait so long; whether it goes on."""
@@ -82,10 +85,7 @@ class Life:
         """As `kill -9`; whether it had taken a step."""
         self._process.kill()
         self._process.join()
-        try:
-            return bool(self._steps.recv())
-        except EOFError:
-            return False
+        return self.takes(1)
 
 
 def survive(kills: int, place: Path, steps: int, backend: str = "torch") -> tuple[int, int]:
@@ -105,21 +105,27 @@ def survive(kills: int, place: Path, steps: int, backend: str = "torch") -> tupl
     for whole in (place / "first", place / "whole"):  # the first one starts the server and fills the cache
         start = time.perf_counter()
         life = Life(processes, options, whole)
-        life.first_step()
-        stepping = time.perf_counter()
-        life.lasts()
-        before, after = stepping - start, time.perf_counter() - stepping
+        life.takes(1)
+        first = time.perf_counter()
+        life.takes(steps)
+        last = time.perf_counter()
+        assert not life.lasts()
+        end = time.perf_counter()
     runs = killed = stepped = 0
     broken = place / "broken-0"
     while killed < kills or broken.exists():  # the last one is let live
         life = Life(processes, options, broken)
+        chance = draw.random()
         if killed == kills:
             moment = None
-        elif draw.random() < BEFORE_ITS_FIRST_STEP:
-            moment = draw.uniform(0, before)
-        else:
-            life.first_step()
-            moment = draw.uniform(0, after / LIVES)
+        elif chance < 0.1:  # while files are read, cut back and written
+            moment = draw.uniform(0, first - start)
+        elif chance < 0.9:
+            life.takes(1)
+            moment = draw.uniform(0, (last - first) / LIVES)
+        else:  # also while the report is written
+            life.takes(1)
+            moment = draw.uniform(0, end - first)
         if life.lasts(moment):
             stepped += life.kill()
             killed += 1

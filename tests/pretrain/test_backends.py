@@ -4,8 +4,10 @@ import dataclasses
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from tiny import SMALLEST, newest, records, remember_plans
 
@@ -86,6 +88,21 @@ def test_an_overflow_in_half_precision_leaves_the_step_out(backend):
     before = made.state().weights["tokens.weight"].copy()
     assert not made.step(np.ones((5, 9), np.int64), 1, 0.01).stepped
     assert (made.state().weights["tokens.weight"] == before).all()
+
+
+MEMORY = [
+    (torch_backend, torch.OutOfMemoryError("CUDA out of memory.")),
+    (torch_backend, MemoryError()),
+    (jax_backend, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")),
+]
+
+
+@pytest.mark.parametrize(("backend", "error"), MEMORY, ids=["torch", "host", "jax"])
+def test_memory_that_runs_out_is_known_from_other_errors(backend, error):
+    made = backend.make(tiny_settings(), 257, Ranks.alone())
+    assert made.ran_out(error)
+    assert not made.ran_out(RuntimeError("shapes do not match"))
+    assert not made.ran_out(jax.errors.JaxRuntimeError("INTERNAL: something else"))
 
 
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend], ids=["torch", "jax"])

@@ -65,6 +65,9 @@ class Backend(Protocol):
     def plain_step(self, pieces: Sequence[Rows], step: int, learning_rate: float) -> None:
         """The textbook's step, to compare with: the mean of the pieces' mean losses. One piece is the unsplit batch."""
 
+    def ran_out(self, error: Exception) -> bool:
+        """Whether it says that memory ran out."""
+
     def evaluate(self, rows: Rows) -> float:
         """The mean loss per token, without dropout."""
 

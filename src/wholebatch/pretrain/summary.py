@@ -83,6 +83,18 @@ def ending(summary: Facts, folder: Folder) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def figures(way: Facts) -> tuple[str, ...]:
+    """A compared way's time, memory and difference, for people."""
+    if way["seconds_per_step"] is None:
+        return ("did not fit the memory",)
+    off = way["difference"]
+    return (
+        f"{way['seconds_per_step']:.3g} s per step",
+        in_units(way["peak_memory"]),
+        "weights not compared" if off is None else f"weights off by {off:.0e}",
+    )
+
+
 def clock(seconds: float) -> str:
     """A duration as people say it.
 
@@ -102,8 +114,7 @@ def _compared(folder: Folder) -> list[tuple[str, str]]:
     return [
         (
             "" if number else "compared",
-            f"{way['name']:<18} {way['seconds_per_step']:.3g} s per step, {in_units(way['peak_memory'])}, "
-            f"weights off by {way['difference']:.0e}",
+            f"{way['name']:<18} {', '.join(figures(way))}",
         )
         for number, way in enumerate(folder.read_comparison().get("ways", []))
     ]

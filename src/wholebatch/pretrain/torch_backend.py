@@ -97,6 +97,9 @@ class TorchBackend:
                 self._optimizer.step()
             self._optimizer.zero_grad()
 
+    def ran_out(self, error: Exception) -> bool:
+        return isinstance(error, torch.OutOfMemoryError | MemoryError)
+
     def evaluate(self, rows: Rows) -> float:
         pieces = torch.from_numpy(rows).split(self.micro_batch_size)
         return evaluate(self._model, self._loss_fn(self._model), pieces).loss.item()
