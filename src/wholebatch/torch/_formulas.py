@@ -44,11 +44,11 @@ class Linear(Formulas):
 
     @staticmethod
     def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight
+        return _linear(g, weight.t())
 
     @staticmethod
     def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
@@ -64,12 +64,11 @@ class Conv1D(Formulas):
 
     @staticmethod
     def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
-        return torch.addmm(bias, by_row(x), weight).view(*x.shape[:-1], weight.shape[1])
+        return _linear(x, weight.t(), bias)
 
     @staticmethod
     def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight.t()
+        return _linear(g, weight)
 
     @staticmethod
     def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
@@ -107,6 +106,16 @@ class Embedding(Formulas):
 def by_row(tensor: Tensor) -> Tensor:
     """Rows of the last axis, whatever is before it."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, by oneDNN where it is at hand: with few rows it takes half the time of the product that torch calls."""
+    float32_on_host = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    several_rows = x.numel() > x.shape[-1]
+    if float32_on_host and several_rows and torch.backends.mkl.is_available() and torch._C._get_mkldnn_enabled():
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    return functional.linear(x, weight, bias)
 
 
 def _add_product(sum: Tensor, a: Tensor, b: Tensor) -> None:
