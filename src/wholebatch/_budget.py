@@ -8,7 +8,8 @@ Where the peak comes from is each front end's business; what is said about it is
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,8 @@ class Plan:
         parts: what the peak consists of: "parameters" (and buffers), "gradients", "optimizer" (its state),
             "activations_per_row" and "fixed" (the batch, temporaries and all else that does not grow with the piece).
             They add up to it, but for a batch in one piece: its gradients come as its activations go.
-        curve: the peak by micro-batch size, for some sizes; the last is the whole batch in one piece.
+        curve: the peak by micro-batch size, for some sizes from the smallest on; the last is the whole batch in one
+            piece.
         remarks: what the numbers take for granted.
     """
 
@@ -57,7 +59,7 @@ class Plan:
             micro_batch_size: rows of a piece; from the batch's rows on it is one piece.
         """
         size = positive_integer("micro_batch_size", micro_batch_size)
-        return self.curve[self.rows] if size >= self.rows else _between(self.curve, self.rows, size)
+        return self.curve[self.rows] if size >= self.rows else interpolated(self.curve, self.rows, size)
 
     def as_json(self) -> dict[str, Any]:
         """The plan for programs."""
@@ -116,8 +118,9 @@ class Plan:
         return "\n".join([*lines, *([""] if self.remarks else []), *self.remarks])
 
     def _sizes_to_show(self) -> list[int]:
-        doubling = [2**power for power in range(self.rows.bit_length()) if 2**power < self.rows]
-        return sorted({*doubling, self.micro_batch_size, self.rows})
+        least = min(self.curve)  # which all sizes are multiples of
+        doubling = [least * 2**power for power in range(self.rows.bit_length())]
+        return sorted({*(size for size in doubling if size < self.rows), self.micro_batch_size, self.rows})
 
 
 def fitted(
@@ -154,42 +157,55 @@ def fitted(
     )
 
 
-def largest_that_fits(peak: Callable[[int], int], rows: int, memory: int) -> int:
-    """The largest size whose peak is within the memory; asks for few peaks, as each may take a compilation."""
-    if peak(rows) <= memory:
-        return rows
-    needed = peak(1)
-    if rows == 1 or needed > memory:
-        least = min(needed, peak(rows))
+def largest_that_fits(
+    peak: Callable[[int], int], sizes: Sequence[int], memory: int, *, tries: int | None = None
+) -> int:
+    """The largest of some sizes whose peak is within the memory; asks for few peaks, as each may take a compilation.
+
+    Args:
+        peak: the bytes that a step holds whose pieces have that many rows.
+        sizes: in ascending order; the last may be a case of its own, such as the whole batch in one piece.
+        memory: the budget.
+        tries: how many sizes between the first and the last may be asked for; the largest may then be missed.
+    """
+    least, most = sizes[0], sizes[-1]
+    if peak(most) <= memory:
+        return most
+    if least == most or peak(least) > memory:
+        needed = min(peak(least), peak(most))
         raise BudgetError(
-            f"memory={in_units(memory)} is too little: a step needs {in_units(least)} ({least} bytes) even with one "
-            "row at a time; give it more memory, or make the model or its rows smaller",
-            least,
+            f"memory={in_units(memory)} is too little: a step needs {in_units(needed)} ({needed} bytes) even with "
+            f"{'one row' if least == 1 else f'{least} rows, one for each device,'} at a time; give it more memory, or "
+            "make the model or its rows smaller",
+            needed,
         )
-    fits, too_large = 1, rows
-    known = {1: needed}
-    while too_large - fits > 1:
-        size = _guess(known, fits, too_large, memory)
+    fits, too_large = 0, len(sizes) - 1
+    known = {least: peak(least)}
+    guess = _where_a_line_meets(memory, (least, peak(least)), (most, peak(most)))
+    while too_large - fits > 1 and (tries is None or len(known) <= tries):
+        index = bisect_right(sizes, guess) - 1 if guess else (fits + too_large) // 2
+        index = max(fits + 1, min(index, too_large - 1))
+        size = sizes[index]
         known[size] = peak(size)
         if known[size] <= memory:
-            fits = size
+            fits = index
         else:
-            too_large = size
-    return fits
+            too_large = index
+        one = sizes[fits]
+        other = sizes[too_large] if sizes[too_large] in known else max(size for size in known if size != one)
+        slow = len(known) > 8
+        guess = 0 if slow else _where_a_line_meets(memory, (one, known[one]), (other, known[other]))
+    return sizes[fits]
 
 
-def _guess(known: dict[int, int], fits: int, too_large: int, memory: int) -> int:
-    """Where a line through two known peaks meets the memory, since peaks are nearly lines; or the middle."""
-    if len(known) == 1:
-        return min(2, too_large - 1)
-    other = too_large if too_large in known else max(size for size in known if size != fits)
-    slope = (known[other] - known[fits]) / (other - fits)
-    if slope <= 0 or len(known) > 8:
-        return (fits + too_large) // 2
-    return max(fits + 1, min(fits + int((memory - known[fits]) / slope), too_large - 1))
+def _where_a_line_meets(memory: int, one: tuple[int, int], other: tuple[int, int]) -> int:
+    """The size at which the line through two known peaks takes the memory, since peaks are nearly lines; 0 if none."""
+    (size, peak), (other_size, other_peak) = one, other
+    slope = (other_peak - peak) / (other_size - size)
+    return size + int((memory - peak) / slope) if slope > 0 else 0
 
 
-def _between(curve: Mapping[int, int], rows: int, size: int) -> int:
+def interpolated(curve: Mapping[int, int], rows: int, size: int) -> int:
     """The peak of several pieces, by the straight line between known sizes, and on beyond the last of them."""
     known = sorted(key for key in curve if key < rows)
     if len(known) < 2 or size in curve:

@@ -25,7 +25,7 @@ class Meaning(NamedTuple):
 MEANINGS: dict[Cause, Meaning] = {
     "mean-of-means": Meaning(
         "a mean over tokens, classes or weights, which pieces hold unequally",
-        "return Mean(total, count), or token_mean(logits, labels)",
+        "return Mean(total, count) or token_mean(...), several in a mapping",
     ),
     "sum-as-mean": Meaning(
         "a sum, also one over a fixed number, read as a mean",

@@ -25,7 +25,7 @@ class Finding:
     Args:
         causes: what explains most of the error first.
         where: what the first cause is about, such as the name of a module; empty if that is the loss.
-        exact_without_randomness: None where nothing is random.
+        exact_without_randomness: None where nothing is random, or it cannot be switched off.
     """
 
     causes: tuple[Cause, ...]
@@ -45,11 +45,15 @@ class Probe(Protocol):
     """What a front end can find out about a model, a loss and a few rows."""
 
     rows: int
+    dtype: str
+    """The least precise type that takes part, by name."""
     eps: float
-    """The distance from 1 to the next number, in the least precise type that takes part."""
+    """The distance from 1 to the next number, in that type."""
     tolerance: float
     error: float
-    """The split's, over all cuts."""
+    """The split's, over all cuts, once it was judged."""
+    failure: str | None
+    """What a split ran into."""
     certain: frozenset[Cause]
     """Those of the suspects that are known to be there."""
 
@@ -57,11 +61,17 @@ class Probe(Protocol):
     def suspects(self) -> Sequence[Cause]:
         """What may disturb other measurements and can be switched off, in this order."""
 
+    def judge(self, cuts: Sequence[int]) -> dict[int, dict[str, float]]:
+        """The error of each parameter in each cut."""
+
     def repeats(self) -> bool:
         """Whether the same run from the same start comes out the same."""
 
     def error_without(self, off: frozenset[Cause]) -> float:
         """The error of the split with these suspects switched off."""
+
+    def draws_by_row(self) -> bool:
+        """Whether a random number of each row's own is left with randomness switched off."""
 
     def where(self, cause: Cause) -> str:
         """What a suspect is about."""
@@ -95,6 +105,8 @@ def diagnose(probe: Probe) -> Finding:
             shares[suspect] = _difference(error, without)
         if suspect == "randomness":
             without_randomness = without <= probe.tolerance
+            if not without_randomness and probe.draws_by_row():
+                return Finding((suspect,))  # behind which nothing else can be seen
         error = without
         if error <= probe.tolerance:
             break

@@ -2,11 +2,13 @@
 
 import math
 import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ._causes import MEANINGS, Cause
-from ._diagnosis import Finding
+from ._diagnosis import Finding, Probe, diagnose
+from ._sample import cuts_to_try
 
 WIDTH = 80
 
@@ -27,7 +29,7 @@ class Report:
         causes: why it is not exact, what explains most of the error first; "rounding" where that is all there is.
         remedy: what to do about the first of them, in one line.
         exact_without_randomness: where runs differ by chance, whether the split is exact with the same draw for
-            every row; None where nothing is random.
+            every row; None where nothing is random, or numbers that Python or NumPy draws for each row hide it.
     """
 
     exact: bool
@@ -128,6 +130,43 @@ class Report:
         for title, text in told:
             lines += wrapped(text, WIDTH, f"{title:<8}")
         return lines
+
+
+def report_on(probe: Probe, cuts: Sequence[int]) -> Report:
+    """The verdict on a loss, with the reason if its split is not exact.
+
+    Args:
+        probe: sees the loss.
+        cuts: the numbers of pieces to try.
+    """
+    by_cut = probe.judge(cuts)
+    return Report.of(
+        by_cut,
+        dtype=probe.dtype,
+        eps=probe.eps,
+        rows=probe.rows,
+        failure=probe.failure,
+        finding=None if probe.error <= probe.tolerance else diagnose(probe),
+    )
+
+
+def report_of_other_layout(layout: str, names: Iterable[str], rows: int, error: Exception) -> Report:
+    """The verdict on a loss that fails already on a few "rows", as they are none.
+
+    Args:
+        layout: the one in which the split is exact, in words.
+        names: of the parameters.
+        rows: how many were tried.
+        error: what the loss failed with.
+    """
+    return Report.of(
+        dict.fromkeys(cuts_to_try(rows, None), dict.fromkeys(names, math.inf)),
+        dtype="float64",
+        eps=0.0,
+        rows=rows,
+        failure=f"a few rows of it: {type(error).__name__}: {error}",
+        finding=Finding(("wrong-axis",), layout),
+    )
 
 
 def largest_error(by_cut: dict[int, dict[str, float]]) -> float:

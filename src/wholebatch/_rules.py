@@ -5,6 +5,7 @@ With G(S) the gradient of what the loss returned for the rows S, and S, S' witho
     adds        G(S ∪ S') = G(S) + G(S')                          a sum
     offset      G(S ∪ S') = G(S) + G(S') - p                      a sum, and p that does not grow with the rows
     weighted    G(S ∪ S') = (w G(S) + w' G(S')) / (w + w')        a mean over something that S holds w of
+    two means   G(S) = a mean over something + a mean over something else       (`_mixture.py`)
     separate    G(A, B) - G(A', B) - G(A, B') + G(A', B') = 0     of equally many rows: none sees another
 
 A rule holds if what it leaves unexplained is small beside what the split gets wrong. Arrays may be those of any
@@ -17,6 +18,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from ._causes import Cause
+from ._fitting import largest, solve, steadied
+from ._mixture import explained_by_two_means
 from ._terms import Per
 
 UNEXPLAINED = 0.005
@@ -70,7 +73,7 @@ def rule_broken(per: Per, rows: int, observe: Observe, eps: float) -> Cause | No
     if per is Per.ROWS:
         if seen.adds() or seen.offset():
             return "sum-as-mean"
-        if seen.weighted():
+        if seen.weighted() or explained_by_two_means(order, lambda rows: _value(observe(rows)), eps):
             return "mean-of-means"
         return "sum-as-mean" if rows_are_separate(rows, observe, seen.floor) else "coupled-rows"
     if per is Per.OWN_COUNT:
@@ -95,14 +98,14 @@ def order_matters(rows: int, observe: Observe) -> float:
     as_given, shuffled = observe(range(rows)), observe([*reversed(range(1, rows)), 0])
     if as_given is None or shuffled is None:
         return math.inf
-    scale = _largest(as_given.total)
-    return _largest(shuffled.total - as_given.total) / scale if scale else math.inf
+    scale = largest(as_given.total)
+    return largest(shuffled.total - as_given.total) / scale if scale else math.inf
 
 
 def rows_matter(rows: int, observe: Observe) -> bool:
     """Whether rows differ in what they come to; a loss that looks at none of them is exact for no reason."""
     one, other = observe([0]), observe([rows - 1])
-    return one is not None and other is not None and _largest(one.total - other.total) > 1e-6 * _largest(one.total)
+    return one is not None and other is not None and largest(one.total - other.total) > 1e-6 * largest(one.total)
 
 
 def rows_are_separate(rows: int, observe: Observe, floor: float = 0.0) -> bool:
@@ -119,8 +122,8 @@ def _halves_are_separate(rows: list[int], observe: Observe, floor: float) -> boo
     if any(corner is None for corner in corners):
         return False
     a, b, c, d = (corner.total for corner in corners if corner is not None)
-    effect = max(_largest(a - b), _largest(a - c))
-    return math.isfinite(effect) and _largest(a - b - c + d) <= 1e-6 * effect + floor
+    effect = max(largest(a - b), largest(a - c))
+    return math.isfinite(effect) and largest(a - b - c + d) <= 1e-6 * effect + floor
 
 
 class _Seen:
@@ -138,7 +141,7 @@ class _Seen:
                 observation = observe(sorted(part))
                 if observation is None:
                     self.failed = True
-                elif math.isfinite(_largest(observation.total)):
+                elif math.isfinite(largest(observation.total)):
                     self._totals[part], self._counts[part] = observation
         self._unions = [
             (one, other, one | other)
@@ -146,7 +149,7 @@ class _Seen:
             for other in self._totals
             if min(one) < min(other) and not one & other and one | other in self._totals
         ]
-        self._scale = max(map(_largest, self._totals.values()), default=0.0)
+        self._scale = max(map(largest, self._totals.values()), default=0.0)
         self.floor = max(1e-9, 256 * eps) * self._scale
         self._wrong = self._scale
 
@@ -195,7 +198,7 @@ class _Seen:
             if len(inside) == 1 and weight > 0:
                 continue
             predicted = sum(weights[part] * values[part] for part in inside) / weight if weight else 0 * value
-            left_over = max(left_over, _largest(value - predicted))
+            left_over = max(left_over, largest(value - predicted))
         allowed = UNEXPLAINED * self._wrong + self.floor
         return bool(parts) and left_over <= (allowed / (max(self._counts.values()) or 1) if normalised else allowed)
 
@@ -204,11 +207,15 @@ class _Seen:
         return whole and bool(self._unions) and self._left_over(rule) <= UNEXPLAINED * self._wrong + self.floor
 
     def _left_over(self, rule: Callable[[Part, Part], Any]) -> float:
-        return max(_largest(self._totals[union] - rule(one, other)) for one, other, union in self._unions)
+        return max(largest(self._totals[union] - rule(one, other)) for one, other, union in self._unions)
+
+
+def _value(observation: Observation | None) -> Any:
+    return None if observation is None else observation.total
 
 
 def _counts(observation: Observation | None) -> bool:
-    return observation is not None and 0 < _largest(observation.total) < math.inf
+    return observation is not None and 0 < largest(observation.total) < math.inf
 
 
 def _weights(parts: list[Part], values: dict[Part, Any]) -> list[float]:
@@ -222,29 +229,7 @@ def _weights(parts: list[Part], values: dict[Part, Any]) -> list[float]:
         for i in apart:
             for j in apart:
                 matrix[i][j] += float((apart[i] * apart[j]).sum())
-    trace = sum(matrix[i][i] for i in range(len(parts))) or 1.0
-    for i in range(len(parts)):
-        matrix[i][i] += 1e-12 * trace
-    solved = [max(0.0, weight) for weight in _solve(matrix, [1.0] * len(parts))]
+    steadied(matrix, 1e-12)
+    solved = [max(0.0, weight) for weight in solve(matrix, [1.0] * len(parts))]
     most = max(solved, default=0.0)
     return [weight / most if weight > 1e-6 * most else 0.0 for weight in solved]
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss's elimination, of a matrix of at most three rows that is positive definite."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot[i]
-            row[:] = [entry - factor * above for entry, above in zip(row, pivot, strict=True)]
-    solved = [0.0] * len(rows)
-    for i in reversed(range(len(rows))):
-        known = sum(rows[i][j] * solved[j] for j in range(i + 1, len(rows)))
-        solved[i] = (rows[i][-1] - known) / rows[i][i]
-    return solved
-
-
-def _largest(entries: Any) -> float:
-    """The largest magnitude, infinite where an entry is not a number."""
-    found = float(abs(entries).max())
-    return math.inf if math.isnan(found) else found

@@ -75,9 +75,9 @@ def test_the_largest_size_that_fits_is_found(rows, flat, slope, later, kink, who
     fits_from_one_row_on = rows in fitting or 1 in fitting
     if not fits_from_one_row_on:
         with pytest.raises(BudgetError):
-            largest_that_fits(peak, rows, memory)
+            largest_that_fits(peak, range(1, rows + 1), memory)
     else:
-        assert largest_that_fits(peak, rows, memory) == max(fitting)
+        assert largest_that_fits(peak, range(1, rows + 1), memory) == max(fitting)
 
 
 def test_few_sizes_are_asked_for_where_peaks_are_lines():
@@ -87,20 +87,36 @@ def test_few_sizes_are_asked_for_where_peaks_are_lines():
         asked.append(size)
         return 10_000 + 7 * size
 
-    assert largest_that_fits(peak, 100_000, 10_000 + 7 * 31_415) == 31_415
+    assert largest_that_fits(peak, range(1, 100_001), 10_000 + 7 * 31_415) == 31_415
     assert len(set(asked)) <= 6
+
+
+def test_tries_may_be_few_and_sizes_far_apart():
+    asked = []
+
+    def peak(size):
+        asked.append(size)
+        return size**2  # on no line
+
+    assert largest_that_fits(peak, [1, 10, 20, 40, 80, 100], 1700) == 40
+    asked.clear()
+    found = largest_that_fits(peak, range(1, 1001), 500_000, tries=2)
+    assert found < 707
+    assert len(set(asked)) == 4
+    with pytest.raises(BudgetError, match="even with 8 rows, one for each device, at a time"):
+        largest_that_fits(peak, [8, 16], 50)
 
 
 def test_a_budget_too_small_for_one_row_names_what_is_needed():
     with pytest.raises(BudgetError, match=r"memory=1.00 KiB is too little: a step needs 2.00 KiB \(2048 bytes\)") as e:
-        largest_that_fits(lambda size: 1024 + 1024 * size, 8, 1024)
+        largest_that_fits(lambda size: 1024 + 1024 * size, range(1, 9), 1024)
     assert e.value.needed == 2048
 
 
 def a_plan(memory=1500):
     peak = lambda size: 1000 + 100 * size  # noqa: E731
     return fitted(
-        largest_that_fits(peak, 10, memory),
+        largest_that_fits(peak, range(1, 11), memory),
         lambda size: 1000 + 100 * size,
         lambda size, peak: {
             "parameters": 300,

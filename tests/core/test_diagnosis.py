@@ -27,6 +27,11 @@ def weighted(rows):
         return WEIGHT[rows] @ EACH[rows] / WEIGHT[rows].sum()
 
 
+def weighted_otherwise(rows):
+    other = np.array([1.0, 4, 1, 2, 5, 2, 3])
+    return other[rows] @ EACH[rows, ::-1] / other[rows].sum()
+
+
 def mean(rows):
     return EACH[rows].mean(0)
 
@@ -45,6 +50,20 @@ RULES = {
     "a mean and a penalty": (Per.ROWS, lambda r: Observation(mean(r) + PENALTY), None),
     "a weighted mean": (Per.ROWS, lambda r: Observation(weighted(r)), "mean-of-means"),
     "a weighted mean and a penalty": (Per.ROWS, lambda r: Observation(weighted(r) + PENALTY), "mean-of-means"),
+    "two weighted means": (Per.ROWS, lambda r: Observation(weighted(r) + 0.1 * weighted_otherwise(r)), "mean-of-means"),
+    "a weighted mean and a mean": (Per.ROWS, lambda r: Observation(weighted(r) + mean(r)[::-1]), "mean-of-means"),
+    "two weighted means and a penalty": (
+        Per.ROWS,
+        lambda r: Observation(weighted(r) + weighted_otherwise(r) + PENALTY),
+        "mean-of-means",
+    ),
+    "a product of weighted means": (
+        Per.ROWS,
+        lambda r: Observation(weighted(r) * weighted_otherwise(r)),
+        "coupled-rows",
+    ),
+    "the square of a weighted mean": (Per.ROWS, lambda r: Observation(weighted(r) ** 2 + mean(r)), "coupled-rows"),
+    "a bent mean and a weighted one": (Per.ROWS, lambda r: Observation(np.tanh(mean(r)) + weighted(r)), "coupled-rows"),
     "a sum": (Per.ROWS, lambda r: Observation(total(r) / 64), "sum-as-mean"),
     "a sum and a penalty": (Per.ROWS, lambda r: Observation(total(r) + PENALTY), "sum-as-mean"),
     "a sum and a mean": (Per.ROWS, lambda r: Observation(total(r) + mean(r)[::-1]), "sum-as-mean"),
@@ -78,6 +97,25 @@ def test_two_rows_tell_a_sum_from_a_weighted_mean():
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(total(list(rows))), EPS) == "sum-as-mean"
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(weighted(list(rows))), EPS) == "mean-of-means"
     assert rule_broken(Per.ROWS, 1, lambda rows: Observation(total(list(rows))), EPS) is None
+
+
+def test_two_means_are_told_apart_by_noisy_numbers_too():
+    noise = np.random.default_rng(1)
+    observe = lambda rows: Observation(  # noqa: E731
+        (weighted(list(rows)) + weighted_otherwise(list(rows))) * (1 + 1e-7 * noise.normal(size=5))
+    )
+    assert rule_broken(Per.ROWS, ROWS, observe, 1.2e-7) == "mean-of-means"
+
+
+def test_rows_that_alone_hold_the_same_of_both_do_not_tell_two_means_apart():
+    """All but the last row hold as many tokens; their pairs look like one mean."""
+    held = np.array([4.0, 4, 4, 4, 4, 4, 1])
+
+    def observe(rows):
+        rows = list(rows)
+        return Observation(held[rows] @ EACH[rows] / held[rows].sum() + mean(rows)[::-1])
+
+    assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
 
 
 def test_of_many_rows_and_entries_some_are_looked_at():
@@ -136,6 +174,7 @@ class Fake:
     same: bool = True
     layout: str | None = None
     normalises: bool = False
+    by_row: bool = False
     rows: int = ROWS
     eps: float = EPS
     tolerance: float = 1e-12
@@ -145,6 +184,9 @@ class Fake:
 
     def error_without(self, off):
         return self.without[frozenset(off)]
+
+    def draws_by_row(self):
+        return self.by_row
 
     def where(self, cause):
         return f"what makes {cause}"
@@ -173,6 +215,13 @@ def test_what_is_exact_once_it_is_switched_off_is_the_cause():
     found = diagnose(Fake(suspects=(R,), certain=frozenset([R]), without={frozenset([R]): 0.0}))
     assert found == Finding((R,), "what makes randomness", exact_without_randomness=True)
     assert found.remedy.startswith("what makes randomness: ")
+
+
+def test_behind_randomness_that_cannot_be_switched_off_nothing_is_seen():
+    given = {"suspects": (R,), "certain": frozenset([R]), "without": {frozenset([R]): 0.5}}
+    summed = lambda r: Observation(total(r))  # noqa: E731
+    assert set(diagnose(Fake(loss=summed, **given)).causes) == {R, "sum-as-mean"}
+    assert diagnose(Fake(loss=summed, by_row=True, **given)) == Finding((R,))
 
 
 def test_what_changes_nothing_is_no_cause():

@@ -3,12 +3,21 @@
 from collections.abc import Iterator
 
 import pytest
-from crew import Crew
+from crew import Crew, Nursery
 
 
 @pytest.fixture(scope="session")
-def crew() -> Iterator[Crew]:
-    processes = Crew()
+def nursery() -> Iterator[Nursery]:
+    process = Nursery()
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@pytest.fixture(scope="session")
+def crew(nursery: Nursery) -> Iterator[Crew]:
+    processes = Crew(nursery)
     try:
         yield processes
     finally:

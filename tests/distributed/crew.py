@@ -1,7 +1,7 @@
 """Four processes that run tests together: started once, connected by gloo, gone when the tests are.
 
 A test decorated with `@on_ranks(n)` runs in the first n of them, each with a `Rank` that says which one it is. They are
-forked from one that has loaded torch, which takes longer than most tests.
+forked from a nursery that has loaded torch, which takes longer than most tests.
 """
 
 import functools
@@ -13,19 +13,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, Pipe
 from pathlib import Path
 from typing import Any
 
 SIZE = 4
 TIME_OUT = 60
 TESTS = Path(__file__).parents[1]
-LOADED_ONCE = "pytest", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
+LOADED_ONCE = "pytest", "torch._dynamo", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,43 @@ def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return decorate
 
 
+class Nursery:
+    """A process of this file that has loaded torch, and forks others."""
+
+    def __init__(self) -> None:
+        self._connection, its = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MEASURED": str(int(_is_measured()))},
+            pass_fds=[its.fileno()],
+            start_new_session=True,
+        )
+        its.close()
+
+    def fork(self, *arguments: Any) -> int:
+        """Start the processes of a crew; returns the number of their group."""
+        self._connection.send(arguments)
+        return self._connection.recv()
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        self._connection.close()
+        self._process.wait(TIME_OUT)
+
+
 class Crew:
-    """Processes of this file, waiting for tests.
+    """Processes that wait for tests.
 
     Args:
+        nursery: where they come from.
         size: how many.
         time_out: seconds after which they give one another up.
     """
 
-    def __init__(self, size: int = SIZE, time_out: float = TIME_OUT / 2) -> None:
+    def __init__(self, nursery: Nursery, size: int = SIZE, time_out: float = TIME_OUT / 2) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._listener = Listener(family="AF_UNIX")
-        self._parent = subprocess.Popen(
-            [sys.executable, __file__, *map(str, (size, time_out, self._listener.address, self._folder.name))],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MEASURED": str(int(_is_measured()))},
-            start_new_session=True,
-        )
+        self._group = nursery.fork(size, time_out, self._listener.address, self._folder.name)
         self._connections: dict[int, Connection] = {}
         self._listener._listener._socket.settimeout(TIME_OUT)
         while len(self._connections) < size:
@@ -108,18 +130,18 @@ class Crew:
         """Leave no process behind."""
         for connection in self._connections.values():
             connection.close()
-        try:
-            self._parent.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._parent.pid, signal.SIGKILL)
-            self._parent.wait()
+        patience = time.monotonic() + 10
+        while not self.is_gone():
+            if time.monotonic() > patience:
+                os.killpg(self._group, signal.SIGKILL)
+            time.sleep(0.01)
         self._listener.close()
         self._folder.cleanup()
 
     def is_gone(self) -> bool:
-        """Whether no process is left: they are the group of the one that forked them."""
+        """Whether no process is left."""
         with suppress(ProcessLookupError):
-            os.killpg(self._parent.pid, 0)
+            os.killpg(self._group, 0)
             return False
         return True
 
@@ -129,10 +151,26 @@ def _is_measured() -> bool:
     return coverage is not None and coverage.Coverage.current() is not None
 
 
-def _fork(size: int) -> int | None:
-    """The rank of each process that is forked; the first one waits for them all, and has none."""
+def _nurse(connection: Connection) -> tuple[Any, ...]:
+    """Fork for whoever asks; returns what was asked for in the process that was forked, and not at all here."""
     for name in LOADED_ONCE:
         importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    with suppress(EOFError, ConnectionResetError):
+        while True:
+            arguments = connection.recv()
+            process = os.fork()
+            if process == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                connection.close()
+                return arguments
+            connection.send(process)
+    os._exit(0)
+
+
+def _fork(size: int) -> int | None:
+    """The rank of each process that is forked; the first one waits for them all, and has none."""
     rank = next((rank for rank in range(size) if os.fork() == 0), None)
     for _ in range(size if rank is None else 0):
         os.wait()
@@ -183,8 +221,8 @@ if __name__ == "__main__":
 
     warnings.simplefilter("error")
     sys.path[:0] = [str(TESTS), str(TESTS / "torch"), str(TESTS / "distributed")]
-    size, time_out, address, folder = sys.argv[1:]
-    rank = _fork(int(size))
+    size, time_out, address, folder = _nurse(Connection(int(sys.argv[1])))
+    rank = _fork(size)
     if rank is not None:
         measurement = None
         if os.environ["MEASURED"] == "1":
@@ -196,7 +234,7 @@ if __name__ == "__main__":
             )
             measurement.start()
         try:
-            _work(rank, int(size), float(time_out), address, folder)
+            _work(rank, size, time_out, address, folder)
         finally:
             if measurement is not None:
                 measurement.stop()

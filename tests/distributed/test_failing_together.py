@@ -291,8 +291,8 @@ def dying_in_a_sharded_model(rank):
 
 
 @pytest.mark.parametrize("name", ["dying", "dying_in_a_sharded_model"])
-def test_a_process_that_dies_ends_the_others_and_none_is_left_behind(name):
-    pair = Crew(2, time_out=5)
+def test_a_process_that_dies_ends_the_others_and_none_is_left_behind(nursery, name):
+    pair = Crew(nursery, 2, time_out=5)
     try:
         assert not pair.is_gone()
         assert pair.ask(2, __file__, name, {}) == {0: ""}

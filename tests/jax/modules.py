@@ -1,5 +1,6 @@
 """A small network in Flax NNX, with dropout and BatchNorm where they are asked for."""
 
+import optax
 from flax import nnx
 from jax import numpy as jnp
 
@@ -30,3 +31,18 @@ def loss_fn(model, x, y):
 
 def plain(state):
     return nnx.to_pure_dict(state)
+
+
+def train(value_and_grad, batches):
+    """The losses of a step for each batch, and the parameters after them."""
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, grads = value_and_grad(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer, *batch) for batch in batches]
+    return jnp.stack(losses), plain(nnx.state(model, nnx.Param))

@@ -81,6 +81,11 @@ CASES = {
     "a masked mean as a scalar": ("mean-of-means", lambda w, x, m: masked(w, x, m).value, (TOKENS, MASK)),
     "weights": ("mean-of-means", lambda w, x, y: (squares(w, x, y) * y**2).sum() / (y**2).sum(), (X, Y)),
     "a mean over one": ("mean-of-means", lambda w, x, y: Mean(mean(w, x, y), 1), (X, Y)),
+    "two masked means in one": (
+        "mean-of-means",
+        lambda w, x, m: masked(w, x, m).value + 0.5 * masked(w, x[:, ::-1], x[:, :, 0] > 0).value,
+        (TOKENS, MASK),
+    ),
     # sums
     "a sum": ("sum-as-mean", lambda w, x, y: squares(w, x, y).sum(), (X, Y)),
     "a sum over a fixed number": ("sum-as-mean", lambda w, x, y: squares(w, x, y).sum() / 64, (X, Y)),
@@ -90,6 +95,16 @@ CASES = {
     # randomness
     "noise from a key that is closed over": ("randomness", lambda w, x, y: mean(w, noise(KEY, x), y), (X, Y)),
     "Python's random numbers": ("randomness", lambda w, x, y: mean(w, x, y) * random.random(), (X, Y)),
+    "a generator of NumPy's of its own": (
+        "randomness",
+        lambda w, x, y, draw=DRAW: mean(w, x, y) * draw.random(),
+        (X, Y),
+    ),
+    "noise of NumPy's for each row": (
+        "randomness",
+        lambda w, x, y: mean(w, x + np.random.normal(size=x.shape).astype(x.dtype), y),
+        (X, Y),
+    ),
     # rows that see each other
     "in-batch negatives": (
         "coupled-rows",
@@ -113,6 +128,13 @@ def test_the_cause_is_told(cause, fun, batch):
     report = check(fun, W, *batch)
     assert report.cause == cause
     assert report.exact == (cause in (None, "rounding"))
+
+
+def test_generators_are_as_before():
+    own = np.random.default_rng(0)
+    before = own.bit_generator.state, random.getstate(), repr(np.random.get_state())
+    check(lambda w, x, y: mean(w, x, y) * own.random() * random.random() * np.random.rand(), W, X, Y)
+    assert (own.bit_generator.state, random.getstate(), repr(np.random.get_state())) == before
 
 
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)], ids=["typed", "raw"])

@@ -2,12 +2,11 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from modules import loss_fn, make_net, plain
+from modules import loss_fn, make_net, plain, train
 from problems import assert_same, make_batch
 
 from wholebatch.jax import collectives
@@ -28,24 +27,10 @@ def shifted():
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_training_with_an_optimizer_is_that_of_whole_batches(types):
-    mesh = make_mesh(types)
-
-    def train(value_and_grad, mesh=None):
-        model = make_net()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x, y):
-            loss, grads = value_and_grad(model, x, y)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [step(model, optimizer, *make_batch(ROWS, seed=i)) for i in range(5)]
-        return jnp.stack(losses), plain(nnx.state(model, nnx.Param))
-
-    with jax.set_mesh(mesh):
-        split = train(value_and_grad(loss_fn, micro_batch_size=8, data_axis="data"))
-    assert_same(split, train(nnx.value_and_grad(loss_fn)), tolerance=1e-10)
+    batches = [make_batch(ROWS, seed=i) for i in range(5)]
+    with jax.set_mesh(make_mesh(types)):
+        split = train(value_and_grad(loss_fn, micro_batch_size=8, data_axis="data"), batches)
+    assert_same(split, train(nnx.value_and_grad(loss_fn), batches), tolerance=1e-10)
 
 
 def test_statistics_that_are_not_written_cost_nothing_on_the_wire():

@@ -1,12 +1,14 @@
 """Flax NNX: modules in, states of gradients out, everything else updated in place."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
-from modules import Net, loss_fn, make_net, plain
+from modules import Net, loss_fn, make_net, plain, train
 from problems import assert_same, make_batch
 
 import wholebatch.jax
@@ -34,20 +36,9 @@ def test_gradients_are_those_of_nnx(cut, jit):
 
 
 def test_training_with_an_optimizer_is_that_of_whole_batches():
-    def train(value_and_grad):
-        model = make_net()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x, y):
-            loss, grads = value_and_grad(model, x, y)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [step(model, optimizer, *make_batch(seed=i)) for i in range(10)]
-        return jnp.stack(losses), plain(nnx.state(model, nnx.Param))
-
-    split, whole = train(value_and_grad(loss_fn, micro_batch_size=4)), train(nnx.value_and_grad(loss_fn))
+    batches = [make_batch(seed=i) for i in range(10)]
+    split = train(value_and_grad(loss_fn, micro_batch_size=4), batches)
+    whole = train(nnx.value_and_grad(loss_fn), batches)
     assert_same(split, whole, tolerance=1e-10)
     start = plain(nnx.state(make_net(), nnx.Param))
     assert np.abs(split[1]["head"]["kernel"] - start["head"]["kernel"]).max() > 1e-2, "training moved the weights"
@@ -99,10 +90,45 @@ def test_several_modules_that_share_one():
 
     pair = {"one": one, "two": two}
     split = value_and_grad(loss_fn, micro_batch_size=4)(pair, *make_batch())
-    whole = jax.value_and_grad(lambda state: loss_fn(nnx.merge(nnx.graphdef(pair), state), *make_batch()))(
-        nnx.state(pair)
-    )
-    assert_same(plain(split[1]), plain(whole[1]))
+    whole = nnx.value_and_grad(loss_fn)(pair, *make_batch())
+    assert_same(split, whole)
+
+
+@pytest.mark.parametrize(
+    "argnums", [0, nnx.DiffState(0, lambda path, variable: not path or "head" in path)], ids=["all", "heads"]
+)
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda one, two: {"one": one, "two": two},
+        lambda one, two: (one, two),
+        lambda one, two: [{"deep": one}, two, jnp.asarray(2.0)],
+        lambda one, two: {"one": one, "param": nnx.Param(jnp.asarray(2.0)), "array": jnp.asarray(3.0)},
+    ],
+    ids=["dict", "tuple", "array beside", "variable beside"],
+)
+def test_a_tree_of_modules_has_a_tree_of_gradients(put, argnums):
+    def loss_fn(tree, x, y):
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
+        nets = [leaf(x) if isinstance(leaf, nnx.Module) else leaf * jnp.ones(len(x)) for leaf in leaves]
+        return jnp.mean((jnp.prod(jnp.stack(nets), 0) - y) ** 2)
+
+    tree, batch = put(make_net(), Net(rngs=nnx.Rngs(7))), make_batch()
+    split = value_and_grad(loss_fn, argnums=argnums, micro_batch_size=4)(tree, *batch)
+    whole = nnx.value_and_grad(loss_fn, argnums=argnums)(tree, *batch)
+    assert_same(split, whole)
+
+
+def test_arrays_beside_a_module_that_is_not_differentiated_are_given_as_they_are():
+    def loss_fn(student, fixed, x, y, *, more):
+        return jnp.mean((student(x) - fixed["scale"] * fixed["teacher"](x) - more["net"](x) * more["scale"] - y) ** 2)
+
+    student, batch = make_net(), make_batch()
+    fixed = {"teacher": Net(rngs=nnx.Rngs(7)), "scale": jnp.asarray(2.0)}
+    more = {"net": Net(rngs=nnx.Rngs(8)), "scale": jnp.asarray(3.0)}
+    split = value_and_grad(loss_fn, micro_batch_size=4)(student, fixed, *batch, more=more)
+    whole = nnx.value_and_grad(functools.partial(loss_fn, more=more))(student, fixed, *batch)
+    assert_same(split, whole)
 
 
 def test_several_arguments_are_differentiated():

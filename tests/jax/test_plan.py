@@ -1,5 +1,6 @@
 """Plan in JAX: what the compiler says a step takes, and the size that fits."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from wholebatch import BudgetError, Mean, OptionError, OptionTypeError
-from wholebatch.jax import plan, value_and_grad
+from wholebatch import BatchError, BudgetError, Mean, OptionError, OptionTypeError
+from wholebatch.jax import _plan, plan, value_and_grad
 
 AMPLE = "64GiB"
 SHAPES = {"hidden": jax.ShapeDtypeStruct((64, 256), jnp.float32), "out": jax.ShapeDtypeStruct((256, 8), jnp.float32)}
@@ -54,6 +56,61 @@ def test_the_parts_are_those_of_the_parameters_and_the_optimizer():
     assert found.parts["optimizer"] == pytest.approx(2 * own, abs=16)
     assert sum(found.parts.values()) + 1023 * found.parts["activations_per_row"] == found.predicted_peak
     assert found.parts["activations_per_row"] > 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The sizes for which a program was compiled."""
+    sizes = []
+    compile_ = _plan._Programs._compile
+    monkeypatch.setattr(_plan._Programs, "_compile", lambda self, size: sizes.append(size) or compile_(self, size))
+    return sizes
+
+
+def sums_along(w, x, least=0):
+    """Takes the memory of `least` rows, however few there are."""
+    x = jnp.concatenate([x, jnp.zeros((max(0, least - len(x)), *x.shape[1:]), x.dtype)])
+    return jnp.mean(jnp.cumsum(jnp.tanh(x * w), 1) ** 2)
+
+
+LONG = jax.ShapeDtypeStruct((64,), jnp.float32), jax.ShapeDtypeStruct((1024, 256, 64), jnp.float32)
+
+
+def test_few_sizes_are_compiled_where_peaks_lie_on_a_line(compiled):
+    found = plan(sums_along, *LONG, memory=AMPLE)
+    assert sorted(compiled) == [1, 16, 512, 1024]
+    compiled.clear()
+    assert plan(sums_along, *LONG, memory=found.peak(300)).micro_batch_size >= 256
+    assert len(compiled) <= 6
+
+
+def test_more_sizes_are_compiled_where_they_do_not(compiled):
+    found = plan(functools.partial(sums_along, least=64), *LONG, memory=AMPLE)
+    assert sorted(compiled) == [1, 4, 16, 64, 256, 512, 1024]
+    assert found.peak(40) == pytest.approx(found.peak(1), rel=0.01), "and not on the way to 512"
+
+
+def test_devices_are_given_sizes_that_they_can_share(compiled):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, y = (jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec("data"))) for a in (X, Y))
+    ample = plan(loss_fn, SHAPES, x, y, memory=AMPLE, data_axis="data", mesh=mesh)
+    assert ample.predicted_peak < plan(loss_fn, SHAPES, X, Y, memory=AMPLE).predicted_peak / 2, "each has a share"
+    found = plan(loss_fn, SHAPES, x, y, memory=ample.peak(256), data_axis="data", mesh=mesh)
+    assert 256 <= found.micro_batch_size < 1024
+    assert all(size % 8 == 0 for size in [found.micro_batch_size, *found.curve])
+    assert next(line.split()[0] for line in str(found).splitlines() if line.startswith("    ")) == "8"
+    with pytest.raises(BatchError, match="the batch has 1020 rows, which the 8 devices along 'data' cannot share"):
+        plan(
+            loss_fn,
+            SHAPES,
+            X.update(shape=(1020, 64)),
+            Y.update(shape=(1020, 8)),
+            memory=AMPLE,
+            data_axis="data",
+            mesh=mesh,
+        )
+    with pytest.raises(BudgetError, match="even with 8 rows, one for each device, at a time"):
+        plan(loss_fn, SHAPES, x, y, memory="1KB", data_axis="data", mesh=mesh)
 
 
 def test_sizes_that_divide_the_batch_need_no_second_program():

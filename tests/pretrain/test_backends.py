@@ -4,10 +4,12 @@ import dataclasses
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
-from tiny import TINY, newest, records, remember_plans
+from tiny import SMALLEST, newest, records, remember_plans
 
 from wholebatch import NonFiniteError, OptionError
 from wholebatch.pretrain import jax_backend, torch_backend
@@ -88,6 +90,21 @@ def test_an_overflow_in_half_precision_leaves_the_step_out(backend):
     assert (made.state().weights["tokens.weight"] == before).all()
 
 
+MEMORY = [
+    (torch_backend, torch.OutOfMemoryError("CUDA out of memory.")),
+    (torch_backend, MemoryError()),
+    (jax_backend, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")),
+]
+
+
+@pytest.mark.parametrize(("backend", "error"), MEMORY, ids=["torch", "host", "jax"])
+def test_memory_that_runs_out_is_known_from_other_errors(backend, error):
+    made = backend.make(tiny_settings(), 257, Ranks.alone())
+    assert made.ran_out(error)
+    assert not made.ran_out(RuntimeError("shapes do not match"))
+    assert not made.ran_out(jax.errors.JaxRuntimeError("INTERNAL: something else"))
+
+
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend], ids=["torch", "jax"])
 def test_a_loss_that_is_not_finite_ends_the_run(backend):
     made = backend.make(tiny_settings(), 257, Ranks.alone())
@@ -137,8 +154,4 @@ def test_neither_backend_needs_the_other(other):
 
 
 def tiny_settings(**others):
-    named = {
-        name.removeprefix("--").replace("-", "_"): value for name, value in zip(TINY[::2], TINY[1::2], strict=True)
-    }
-    numbers = {name: int(value) if value.isdigit() else value for name, value in named.items()}
-    return Settings.of({**numbers, "steps": 4, **others})
+    return Settings.of({**SMALLEST, "steps": 4, **others})

@@ -4,5 +4,6 @@ from kills import survive
 
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path):
-    runs, _ = survive(4, tmp_path, steps=40)
+    runs, stepped = survive(4, tmp_path, steps=40)
     assert runs >= 1
+    assert stepped >= 1

@@ -6,12 +6,14 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from tiny import records
 
 from wholebatch.pretrain.charts import Chart, Line, ticks
 from wholebatch.pretrain.display import Picture, Screen
 from wholebatch.pretrain.report import page
 from wholebatch.pretrain.summary import clock
+from wholebatch.pretrain.torch_backend import TorchBackend
 
 ALONE = {"meta", "link", "line", "circle", "polyline", "!doctype"}
 
@@ -75,6 +77,31 @@ def test_the_comparison_tells_the_three_apart(compared):
     assert ways["wholebatch"]["peak_memory"] < ways["the unsplit batch"]["peak_memory"]
     assert all(way["seconds_per_step"] > 0 for way in ways.values())
     assert "the textbook loop" in compared.out
+
+
+def test_an_unsplit_batch_that_does_not_fit_is_told(train, monkeypatch):
+    real = TorchBackend.plain_step
+
+    def plain_step(self, pieces, *given):
+        if len(pieces) == 1:
+            raise torch.OutOfMemoryError
+        real(self, pieces, *given)
+
+    monkeypatch.setattr(TorchBackend, "plain_step", plain_step)
+    ran = train("--compare")
+    assert ran.code == 0, ran.error
+    assert "the unsplit batch  did not fit the memory\n" in ran.out
+    assert ran.out.count("weights not compared") == 2
+    assert "<td>did not fit the memory</td>" in (ran.folder / "report.html").read_text()
+
+
+def test_what_else_goes_wrong_in_the_comparison_is_not_hidden(train, monkeypatch):
+    def plain_step(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(TorchBackend, "plain_step", plain_step)
+    ran = train("--compare")
+    assert (ran.code, ran.error) == (3, "wholebatch: RuntimeError: shapes do not match")
 
 
 def test_a_run_that_is_done_is_compared_afterwards(train):

@@ -7,10 +7,11 @@ import signal
 
 import pytest
 import torch
+from kills import readable
 from tiny import STEPS, TINY, everything, newest, records, write_text
 
 from wholebatch import cli
-from wholebatch.pretrain import loop
+from wholebatch.pretrain import files, loop
 from wholebatch.pretrain.torch_model import GPT
 
 
@@ -92,21 +93,28 @@ def scarce(monkeypatch):
 AUTO = ["--micro-batch-size", "auto", "--checkpoint-every", 4]
 
 
-def test_where_memory_runs_out_pieces_are_halved_and_stay_so_when_the_run_goes_on(train, at_step, scarce, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--dropout", 0.3], ["--precision", "fp16"]], ids=["plain", "dropout", "fp16"])
+def test_where_memory_runs_out_pieces_are_halved_and_stay_so_when_the_run_goes_on(
+    train, at_step, scarce, options, monkeypatch
+):
     """The last bits depend on how a batch is cut, and memory may not run out again where it did."""
-    plenty = train(*AUTO, out="plenty").folder
+    plenty = train(*AUTO, *options, out="plenty").folder
     at_step(3, lambda: scarce.append(True))
-    whole = train(*AUTO, out="whole").folder
+    ran = train(*AUTO, *options, out="whole")
+    whole = ran.folder
     assert [record["micro_batch_size"] for record in records(whole)] == [5, 5, 2, 2, 2, 2]
+    assert ran.error == "wholebatch: memory ran out in step 3: 2 rows at a time from here on"
     scarce.clear()
     at_step(4, die)
     with pytest.raises(Killed):
-        train(*AUTO)
+        train(*AUTO, *options)
     monkeypatch.undo()
     ran = train("--resume", tiny=False)
     assert ran.code == 0, ran.error
     assert "after step 3 of 6" in ran.out
     assert "5 rows, 2 in memory at a time" in ran.out
+    assert json.loads((ran.folder / "summary.json").read_text())["micro_batch_size"] == 2
+    assert ">5 rows, 2 at a time<" in (ran.folder / "report.html").read_text()
     assert everything(ran.folder) == everything(whole) != everything(plenty)
 
 
@@ -135,6 +143,24 @@ def test_metrics_of_lost_steps_are_cut_off(train, at_step, monkeypatch, tmp_path
     assert [record["step"] for record in records(folder)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("runs_before", [0, 1], ids=["saved", "replaced"])
+def test_a_kill_while_old_checkpoints_are_removed_leaves_none_half_there(train, tmp_path, monkeypatch, runs_before):
+    def half_gone(path, **_):
+        if path.exists():
+            (path / "weights.safetensors").unlink()
+            raise Killed
+
+    for _ in range(runs_before):
+        train()
+    monkeypatch.setattr(files.shutil, "rmtree", half_gone)
+    with pytest.raises(Killed):
+        train("--overwrite")
+    readable(tmp_path / "run")
+    monkeypatch.undo()
+    assert train("--overwrite").code == 0
+    readable(tmp_path / "run")
+
+
 def test_without_anything_saved_resume_begins(train):
     ran = train("--resume")
     assert ran.code == 0
@@ -145,10 +171,13 @@ def test_a_run_that_is_done_is_verified(train):
     train()
     ran = train("--resume", tiny=False)
     assert ran.code == 0
-    assert "files are as they were written" in ran.out
+    assert "all 10 files are as they were written" in ran.out  # three in each of two checkpoints
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "report.html", "summary.json", "tokenizer.json"])
+OF_A_RUN = ["metrics.jsonl", "report.html", "summary.json", "tokenizer.json", "SHA256SUMS"]
+
+
+@pytest.mark.parametrize("file", [*OF_A_RUN, "checkpoints/step-000004/state.json"])
 def test_a_run_that_is_done_and_changed_is_told(train, finished, tmp_path, file):
     shutil.copytree(finished / "run", tmp_path / "run")
     changed = tmp_path / "run" / file

@@ -52,6 +52,13 @@ def test_json_lines_are_a_document_each(tmp_path):
     assert list(Text([str(path)], "text").documents()) == ["one", "two"]
 
 
+def test_only_a_newline_ends_a_line_of_json(tmp_path):
+    """JSON may hold the other line ends of Unicode as they are."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert list(Text([str(path)], "text").documents()) == ["one\u2028two\x85three"]
+
+
 def test_the_digest_is_of_the_content_and_not_of_its_place(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(POEM)

@@ -3,22 +3,18 @@
 import json
 from pathlib import Path
 
-TINY = [
-    "--tokenizer",
-    "bytes",
-    "--width",
-    "8",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq-len",
-    "8",
-    "--batch-size",
-    "5",
-    "--micro-batch-size",
-    "2",
-]
+from wholebatch.pretrain.settings import option
+
+SMALLEST = {
+    "tokenizer": "bytes",
+    "width": 8,
+    "layers": 1,
+    "heads": 2,
+    "seq_len": 8,
+    "batch_size": 5,
+    "micro_batch_size": 2,
+}
+TINY = [word for name, value in SMALLEST.items() for word in (option(name), str(value))]
 STEPS = ["--steps", "6", "--checkpoint-every", "2", "--validate-every", "3"]
 
 

@@ -1,11 +1,13 @@
 """Losses that people write: what `check` is to say about each. None is a sound one."""
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -311,6 +313,25 @@ over_rows(
 )
 
 
+over_rows(
+    "mean-of-means",
+    "two token means in one",
+    lambda m, b: (
+        token_mean(m(b["ids"]), b["labels"]).value
+        + 0.3 * token_mean(m(b["ids"]), b["labels"].where(b["ids"] % 3 > 0, -100)).value
+    ),
+    Tokens,
+    tokens,
+)
+over_rows(
+    "mean-of-means",
+    "a class-weighted mean and a mean over rows",
+    lambda m, b: (
+        F.cross_entropy(logits(m, b), b["y"], weight=torch.tensor([1.0, 5, 25]).to(b["x"])) + losses(m, b).mean()
+    ),
+)
+
+
 @case("mean-of-means", "one padded row of many")
 def one_padded_row():
     model = Tokens()
@@ -431,6 +452,26 @@ def own_generator():
     )
 
 
+@case("randomness", "a generator of NumPy's of its own")
+def own_numpy_generator():
+    model, generator = mlp(), np.random.default_rng(0)
+    return model, lambda b: losses(model, b).mean() * generator.random(), rows()
+
+
+@case("randomness", "generators that modules hold")
+def generators_of_modules():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.generators = mlp(), {"depth": random.Random(0), "width": np.random.RandomState(0)}
+
+        def forward(self, x):
+            return self.inner(x) * self.generators["depth"].random() * self.generators["width"].rand()
+
+    model = Skipping()
+    return model, cross_entropy(model), rows()
+
+
 # rows that see each other
 
 over_rows(
@@ -471,6 +512,16 @@ over_rows(
     lambda m, b: (
         3 * (logits(m, b).softmax(-1).mean(0) * F.one_hot(logits(m, b).argmax(-1), 3).to(b["x"]).mean(0)).sum()
     ),
+)
+over_rows(
+    "coupled-rows",
+    "a token mean and load balancing",
+    lambda m, b: (
+        token_mean(m(b["ids"]), b["labels"]).value
+        + (m(b["ids"]).softmax(-1).mean((0, 1)) * F.one_hot(m(b["ids"]).argmax(-1), 11).double().mean((0, 1))).sum()
+    ),
+    Tokens,
+    tokens,
 )
 over_rows(
     "coupled-rows",

@@ -64,9 +64,41 @@ def test_the_size_that_worked_is_remembered():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator, limited = Accumulator(model, micro_batch_size="auto"), Limited(model, 5)
     accumulator.step(limited, data, optimizer)
+    assert accumulator.micro_batch_size == 5
     limited.rows.clear()
     accumulator.step(limited, data, optimizer)
     assert limited.rows == [5, 5]
+
+
+def test_a_size_that_is_known_is_where_auto_begins():
+    model, data = make_model(), make_data()
+    accumulator, limited = Accumulator(model, memory="1KiB"), Limited(model, 3)  # nothing is planned: none would fit
+    accumulator.micro_batch_size = 4
+    accumulator.backward(limited, data)
+    assert limited.rows == [4, 2, 2, 2, 2, 2]
+    assert accumulator.micro_batch_size == 2
+
+
+def test_a_size_that_was_given_may_be_changed():
+    model, data = make_model(), make_data()
+    accumulator = Accumulator(model)
+    assert accumulator.micro_batch_size is None
+    accumulator.micro_batch_size = 3
+    assert accumulator.backward(make_loss(model), data).num_micro_batches == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({}, 0, "micro_batch_size must be at least 1, got 0"),
+        ({"num_micro_batches": 2}, 3, "both micro_batch_size=3 and num_micro_batches=2"),
+        ({"lengths": len, "micro_batch_tokens": 8}, 3, "micro_batch_tokens=8 decides how many rows a piece has"),
+    ],
+)
+def test_a_size_that_cannot_be_set(options, size, message):
+    accumulator = Accumulator(make_model(), **options)
+    with pytest.raises(OptionError, match=message):
+        accumulator.micro_batch_size = size
 
 
 def test_a_failure_in_a_later_piece_restores_the_batchs_start():
@@ -81,8 +113,7 @@ def test_a_failure_in_a_later_piece_restores_the_batchs_start():
         return model(piece).square().mean()
 
     accumulator = Accumulator(model, micro_batch_size="auto")
-    accumulator._auto.rows = 2
-    accumulator._auto._chosen = True
+    accumulator.micro_batch_size = 2
     accumulator.backward(loss_fn, x)
     assert torch.equal(calls[0], calls[3])
     assert len(calls) == 3 + 8

@@ -38,6 +38,16 @@ def test_a_random_loss_is_exact_without_its_randomness(name):
     assert "with the same draw for every row the split is exact" in str(report)
 
 
+@pytest.mark.parametrize("of_loss", [np.random.default_rng(0), np.random])
+def test_behind_numbers_that_numpy_draws_for_each_row_nothing_else_is_claimed(of_loss):
+    model, batch = mlp(), rows()
+    noise = lambda b: torch.from_numpy(of_loss.normal(size=b["x"].shape)).to(b["x"])  # noqa: E731
+    report = check(model, lambda b: model(b["x"] + noise(b)).square().mean(), batch)
+    assert report.causes == ("randomness",)
+    assert report.exact_without_randomness is None
+    assert "with the same draw" not in str(report)
+
+
 def test_what_is_wrong_besides_randomness_is_told_too():
     model = mlp(nn.Dropout(0.2))
     report = check(model, lambda b: nn.functional.cross_entropy(model(b["x"]), b["y"], reduction="sum"), rows())
@@ -80,6 +90,7 @@ UNTOUCHED = [
     "dropout",
     "a generator of its own",
     "NumPy's random numbers",
+    "a generator of NumPy's of its own",
     "a moving average as a target",
 ]
 
@@ -93,8 +104,11 @@ def test_nothing_is_touched_also_where_it_fails(make):
     tensors = dict(model.state_dict(keep_vars=True))
     contents = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-    own = [cell.cell_contents for cell in loss_fn.__closure__ or () if isinstance(cell.cell_contents, torch.Generator)]
+    held = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+    own = [generator for generator in held if isinstance(generator, torch.Generator)]
+    of_numpy = [generator for generator in held if isinstance(generator, np.random.Generator)]
     drawn = [generator.get_state() for generator in own]
+    drawn_by_numpy = [generator.bit_generator.state for generator in of_numpy]
     try:
         check(model, loss_fn, batch)
     except ZeroDivisionError:
@@ -111,6 +125,7 @@ def test_nothing_is_touched_also_where_it_fails(make):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), repr(np.random.get_state())) == before[1:]
     assert all(torch.equal(generator.get_state(), state) for generator, state in zip(own, drawn, strict=True))
+    assert [generator.bit_generator.state for generator in of_numpy] == drawn_by_numpy
 
 
 def test_pieces_that_fail_for_a_reason_of_their_own_have_no_cause():

@@ -55,6 +55,35 @@ def convolutions(rows=16):
     return model, lambda b: functional.cross_entropy(model(b[0]), b[1]), (x, y)
 
 
+def many_uses(rows=16):
+    """A tensor that is used many times: its gradients, each as large as it, are added up."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 1024)
+
+    def loss_fn(x):
+        hidden = model(x)
+        return functional.mse_loss(sum(hidden[:, i].tanh() for i in range(8)), x[:, 0, :1].expand(-1, 1024))
+
+    return model, loss_fn, torch.randn(rows, 64, 64)
+
+
+def mixture_of_experts(rows=16):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    model = MixtralForCausalLM(config)
+    return model, lambda ids: token_mean(model(ids, use_cache=False).logits, ids), torch.randint(1000, (rows, 32))
+
+
 def bert(rows=16):
     from transformers import BertConfig, BertForMaskedLM
 

@@ -78,9 +78,6 @@ def command(
     if resume and overwrite:
         raise click.UsageError("both --resume and --overwrite were given: one continues a run, the other removes it")
     given = {name: value for name, value in settings.items() if _was_given(context, name)}
-    size = given.get("micro_batch_size", "auto")
-    if size != "auto":
-        given["micro_batch_size"] = click.IntRange(min=1).convert(size, None, context)
     screen = Screen.of(sys.stderr if as_json else sys.stdout)
     try:
         ended = run(Request(given, out, cache or default_cache(), resume, overwrite, compare), screen)

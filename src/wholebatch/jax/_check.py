@@ -8,20 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 from jax import numpy as jnp
 
 from .._causes import Cause
-from .._diagnosis import Finding, diagnose
+from .._generators import PythonGenerators, kept_generators
 from .._layouts import other_layouts
 from .._plan import check_sizes
-from .._report import Report, tolerance
+from .._report import Report, report_of_other_layout, report_on, tolerance
 from .._rules import rows_matter
-from .._sample import cuts_to_try, rows_to_take, rows_to_use
+from .._sample import cuts_to_try, rows_to_use
 from ._arguments import Argnums, Arguments
 from ._modules import Modules, is_module
 from ._probes import JaxProbe
+from ._sample import as_it_is, chosen_rows, widest
 from ._tree import Tree
 from ._trial import NOTHING_OFF, Gradients, Trial, by_name, errors
 
@@ -58,15 +58,17 @@ def check(
     job = _Check(fun, params, batch, micro_batch_size, has_aux, batch_argnums, rng_argnums)
     try:
         with jax.enable_x64(True):
-            return job.report(_widest)
+            return job.report(widest)
     except Exception:  # the function may insist on its own precision; if that is not it, it fails again
         try:
-            return job.report(_as_it_is)
+            return job.report(as_it_is)
         except Exception as error:
             report = job.report_of_failure(error)
             if report is None:
                 raise
             return report
+    finally:
+        job.generators.restore()
 
 
 class _Check:
@@ -82,6 +84,7 @@ class _Check:
         batch_argnums: Argnums | None,
         rng_argnums: Argnums,
     ) -> None:
+        self.generators = PythonGenerators(kept_generators(fun, params))
         self._user_fun, self._size, self._has_aux = fun, size, has_aux
         self._batch_argnums, self._rng_argnums = batch_argnums, rng_argnums
         self._modules = Modules(params) if is_module(params) else None
@@ -111,42 +114,24 @@ class _Check:
             moves_statistics=lambda: self._moves_statistics(trial),
             has_modes=modules is not None,
         )
-        by_cut = probe.judge(cuts)
-        exact = probe.error <= probe.tolerance
-        return Report.of(
-            by_cut,
-            dtype=probe.dtype,
-            eps=probe.eps,
-            rows=trial.rows,
-            failure=probe.failure,
-            finding=None if exact else diagnose(probe),
-        )
+        return report_on(probe, cuts)
 
     def report_of_failure(self, error: Exception) -> Report | None:
         """The verdict where already a few rows fail, if that is because they are no rows."""
         with jax.enable_x64(True):
-            what = self._exact_layout(NOTHING_OFF, 1e-6, _widest)
-        what = what or self._exact_layout(NOTHING_OFF, 1e-6, _as_it_is)
+            what = self._exact_layout(NOTHING_OFF, 1e-6, widest)
+        what = what or self._exact_layout(NOTHING_OFF, 1e-6, as_it_is)
         if what is None:
             return None
         rows = rows_to_use(self._arguments.rows, self._size)
-        infinite = dict.fromkeys(by_name(self._params), float("inf"))
-        return Report.of(
-            dict.fromkeys(cuts_to_try(rows, None), infinite),
-            dtype="float64",
-            eps=0.0,
-            rows=rows,
-            failure=f"a few rows of it: {type(error).__name__}: {error}",
-            finding=Finding(("wrong-axis",), what),
-        )
+        return report_of_other_layout(what, by_name(self._params), rows, error)
 
     def _make_trial(self, axes: Axes, prepare: Callable[[Any], Any]) -> Trial:
         """Of a few rows, with the rows of each array on that axis."""
         given = self._arguments.batch
         whole: list[Any] = [prepare(leaf) if axis is None else None for leaf, axis in zip(given, axes, strict=True)]
         cut = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(given, axes, strict=True) if axis is not None]
-        rows = rows_to_use(len(cut[0]), self._size)
-        chosen = np.asarray(rows_to_take(len(cut[0]), rows, _unusual_rows(cut)))
+        chosen = chosen_rows(cut, self._size)
 
         def placed(rows: list[Array]) -> list[Array]:
             waiting = iter(rows)
@@ -174,7 +159,16 @@ class _Check:
                 def door(pieces: int) -> Tree:
                     return jax.jit(lambda *given: self._through_the_door(pieces, *given))(params, placed(part))
 
-        return Trial(fun, params, part, self._arguments.keys, has_aux=self._has_aux, switch=switch, door=door)
+        return Trial(
+            fun,
+            params,
+            part,
+            self._arguments.keys,
+            has_aux=self._has_aux,
+            generators=self.generators,
+            switch=switch,
+            door=door,
+        )
 
     def _through_the_door(self, pieces: int, params: Tree, leaves: list[Array]) -> Tree:
         """As a user of NNX would, on modules of its own: what a piece changes in them the next one sees."""
@@ -234,26 +228,3 @@ class _Check:
             except Exception:  # it cannot be meant like this
                 continue
         return None
-
-
-def _unusual_rows(leaves: list[Array]) -> list[int]:
-    """Rows with the fewest and with the most entries that count for nothing: zeros in a mask, ignored labels."""
-    found = []
-    for leaf in leaves:
-        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            array = np.asarray(leaf)
-            empty = ((array == 0) | (array == -100)).reshape(len(array), -1).sum(1)
-            if empty.min() < empty.max():
-                found += [int(empty.argmin()), int(empty.argmax())]
-    return found
-
-
-def _widest(leaf: Any) -> Any:
-    """In float64, if that is switched on."""
-    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf
-    return jnp.asarray(leaf, jnp.result_type(complex if jnp.iscomplexobj(leaf) else float))
-
-
-def _as_it_is(leaf: Any) -> Any:
-    return leaf

@@ -1,10 +1,11 @@
 """Flax NNX modules as what a pure function takes: a state to differentiate and a state to hand on.
 
-All modules of a call are split together, so what they share stays shared, and merged again inside each piece: a module
-that crosses into a traced loop as it is would belong to another trace.
+An argument is a tree that may have modules (or variables) among its leaves; where it is differentiated, a state stands
+in the place of each. All modules of a call are split together, so what they share stays shared, and merged again inside
+each piece: a module that crosses into a traced loop as it is would belong to another trace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,29 +31,38 @@ class Graph:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], filters: dict[int, Any]) -> None:
-        self._nodes = {str(where): arg for where, arg in (*enumerate(args), *kwargs.items()) if _holds_nodes(arg)}
-        self.positions = [i for i in range(len(args)) if str(i) in self._nodes]
-        self._diff_at = [i for i in filters if i in self.positions]
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        holders: dict[Where, _Holder] = {where: _Holder(where, arg) for where, arg in given.items()}
+        self._holders = {where: holder for where, holder in holders.items() if holder.nodes}
+        self.positions = [where for where in self._holders if isinstance(where, int)]
+        self._diff_at = [i for i in filters if i in self._holders]
+        self._nodes = {name: node for holder in self._holders.values() for name, node in holder.nodes.items()}
         self.batch_norms = BatchNorms(self._nodes)
-        chosen = [_under(str(i), filters[i]) for i in self._diff_at]
+        chosen = [_under(self._holders[i], filters[i]) for i in self._diff_at]
         self._filters = (*chosen, self.batch_norms.holds, ...)
         self._graphdef, *states, self.statistics, self.state = _split(self._nodes, self._filters)
         self._differentiated = dict(zip(self._diff_at, states, strict=True))
 
     def as_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with states to differentiate in place of modules, and nothing in place of the others."""
-        replaced = [self._to_differentiate(i) if i in self.positions else arg for i, arg in enumerate(args)]
-        return tuple(replaced), {name: None if name in self._nodes else arg for name, arg in kwargs.items()}
+        none = nnx.State[Any, Any]({})
+        for i, state in self._differentiated.items():
+            if not jax.tree.leaves(self._with(i, args[i], state)):
+                raise OptionError(
+                    f"argument {i} holds no variable that its filter takes: there is nothing to differentiate"
+                )
+        replaced = [self._with(i, arg, self._differentiated.get(i, none)) for i, arg in enumerate(args)]
+        return tuple(replaced), {name: self._with(name, arg, none) for name, arg in kwargs.items()}
 
     def call(
         self, fun: Callable[..., Any], statistics: State, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, State, State]:
         """`fun` with modules made of these states; what it returned, and the statistics and the state it left."""
-        states = [nnx.State({str(i): args[i]}) for i in self._diff_at]
+        states = [nnx.State(self._holders[i].taken(args[i])) for i in self._diff_at]
         statistics = jax.tree.map(lambda leaf: leaf, statistics)  # as variables of this trace
         nodes = nnx.merge(self._graphdef, *states, statistics, state)
-        args = tuple(nodes[str(i)] if i in self.positions else arg for i, arg in enumerate(args))
-        returned = fun(*args, **{name: nodes.get(name, arg) for name, arg in kwargs.items()})
+        given = [self._with(i, arg, nodes) for i, arg in enumerate(args)]
+        returned = fun(*given, **{name: self._with(name, arg, nodes) for name, arg in kwargs.items()})
         _, *_, statistics, left = _split(nodes, self._filters)
         _refuse_other_variables(self.state, left)
         return returned, statistics, left
@@ -80,15 +90,33 @@ class Graph:
         """Write both into the user's modules."""
         nnx.update(self._nodes, state, statistics)
 
-    def _to_differentiate(self, i: int) -> Tree:
-        if i not in self._differentiated:
-            return None
-        state = self._differentiated[i]
-        if not state:
-            raise OptionError(
-                f"argument {i} holds no variable that its filter takes: there is nothing to differentiate"
-            )
-        return state[str(i)]
+    def _with(self, where: Where, arg: Any, replaced: Mapping[str, Any]) -> Tree:
+        return self._holders[where].put(arg, replaced) if where in self._holders else arg
+
+
+class _Holder:
+    """An argument, and the modules among its leaves by a name that no other argument has.
+
+    Args:
+        where: which argument.
+        arg: what was given.
+    """
+
+    def __init__(self, where: Where, arg: Any) -> None:
+        leaves, structure = jax.tree.flatten(arg, is_leaf=_is_node)
+        self._structure: Any = structure
+        self._names = [f"{where}.{k}" if _is_node(leaf) else None for k, leaf in enumerate(leaves)]
+        self.nodes = self.taken(arg)
+
+    def taken(self, tree: Tree) -> dict[str, Any]:
+        """What stands in the modules' places, by name."""
+        leaves = zip(self._names, self._structure.flatten_up_to(tree), strict=True)
+        return {name: leaf for name, leaf in leaves if name}
+
+    def put(self, tree: Tree, replaced: Mapping[str, Any]) -> Tree:
+        """The tree with these in the modules' places; an empty state where there is none."""
+        leaves = zip(self._names, self._structure.flatten_up_to(tree), strict=True)
+        return self._structure.unflatten([replaced.get(name, nnx.State({})) if name else leaf for name, leaf in leaves])
 
 
 def _split(nodes: dict[str, Any], filters: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -96,17 +124,13 @@ def _split(nodes: dict[str, Any], filters: tuple[Any, ...]) -> tuple[Any, ...]:
     return parts
 
 
-def _holds_nodes(arg: Any) -> bool:
-    return any(map(_is_node, jax.tree.leaves(arg, is_leaf=_is_node)))
-
-
 def _is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _under(where: str, filter: Any) -> Callable[[tuple[Any, ...], Any], bool]:
+def _under(holder: _Holder, filter: Any) -> Callable[[tuple[Any, ...], Any], bool]:
     predicate = nnx.filterlib.to_predicate(filter)
-    return lambda path, variable: path[0] == where and predicate(path[1:], variable)
+    return lambda path, variable: path[0] in holder.nodes and predicate(path[1:], variable)
 
 
 def _refuse_other_variables(before: State, after: State) -> None:

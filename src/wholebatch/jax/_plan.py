@@ -2,23 +2,32 @@
 
     peak = arguments + results - shared by both + temporaries
 
-The step is compiled for a few sizes, and never run.
+The step is compiled for a few sizes, and never run: for those that decide, and for enough others that the peaks of all
+lie on lines between them.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
 
-from .._budget import Plan, bytes_of, fitted, largest_that_fits
+from .._budget import Plan, bytes_of, fitted, interpolated, largest_that_fits
 from .._errors import OptionError, OptionTypeError
 from ._arguments import Arguments
+from ._mesh import devices_for
 from ._tree import Tree
 from ._value_and_grad import Options, value_and_grad
 
+STRAIGHT = 0.01
+"""How far a peak may be from the line through others, so that no more sizes are compiled."""
+
+TRIES = 2
+"""How many sizes are tried that leave a remainder: it takes a program of its own, and memory that fits no line."""
+
 GROWTH = 4
-"""Sizes of the curve grow by this factor, as each takes a compilation."""
+"""By what factor sizes grow where peaks lie on no line."""
 
 
 def plan(
@@ -59,11 +68,12 @@ def plan(
         raise OptionTypeError(f"optimizer must have init and update, as optax's do, got {type(optimizer).__name__}")
     programs = _Programs(fun, params, batch, optimizer, has_aux, options)
     remarks = () if optimizer is not None else ("no optimizer was given: its state and its step are not counted",)
-    rows, peak = programs.rows, programs.peak
-    chosen = largest_that_fits(peak, rows, budget)
-    # without a remainder there is no second program, so the next even size may fit where those before it do not
-    even = next(size for size in range(chosen, rows + 1) if rows % size == 0)
-    chosen = even if peak(even) <= budget else chosen
+    rows, peak, unit = programs.rows, programs.peak, programs.unit
+    even = [size for size in range(unit, rows + 1, unit) if rows % size == 0] or [rows]
+    chosen = largest_that_fits(peak, even, budget)
+    if chosen < rows:
+        next_one = even[even.index(chosen) + 1]
+        chosen = largest_that_fits(peak, range(chosen, next_one + 1, unit), budget, tries=TRIES)
     return fitted(chosen, peak, programs.parts, rows=rows, memory=budget, sizes=programs.curve, remarks=remarks)
 
 
@@ -79,6 +89,7 @@ class _Programs:
         self._options = {"has_aux": has_aux, **options}
         self._state = () if optimizer is None else jax.eval_shape(optimizer.init, self._params)
         self._peaks: dict[int, int] = {}
+        self.unit = devices_for(options.get("data_axis"), options.get("mesh")).number
         self.rows = self._count_rows()
 
     def peak(self, size: int) -> int:
@@ -89,8 +100,16 @@ class _Programs:
 
     def curve(self, chosen: int) -> Mapping[int, int]:
         """The peaks of some sizes, from one row to the whole batch."""
-        some = {size for power in range(self.rows) if (size := GROWTH**power) < self.rows}
-        return {size: self.peak(size) for size in {*some, self.rows, chosen, *self._peaks}}
+        least, half = self.unit, self._largest_part()
+        if self.rows > least:
+            ends = {size: self.peak(size) for size in (least, half)}
+            between = [size for size in self._peaks if least < size < half and not self.rows % size]
+            middle = max(between) if between else self._largest_part(math.isqrt(least * half))
+            if abs(interpolated(ends, self.rows, middle) - self.peak(middle)) > STRAIGHT * self.peak(middle):
+                for power in range(1, self.rows.bit_length()):
+                    if least * GROWTH**power < self.rows:
+                        self.peak(least * GROWTH**power)
+        return {size: self.peak(size) for size in {self.rows, chosen, *self._peaks}}
 
     def parts(self, size: int, peak: int) -> Mapping[str, int]:
         """What the peak consists of, by the shapes of what goes in and out."""
@@ -104,9 +123,16 @@ class _Programs:
         return parts | {"activations_per_row": per_row, "fixed": rest - per_row * size}
 
     def _growth(self, size: int) -> int:
-        """By how many bytes the peak grows with a row, seen from half of it."""
-        smaller = max(1, size // 2)
-        return 0 if smaller == size else max(0, self.peak(size) - self.peak(smaller)) // (size - smaller)
+        """By how many bytes the peak grows with a row, where there is no remainder: of one piece, or of several."""
+        half = self._largest_part()
+        less, more = (half, size) if size == self.rows else (self.unit, half)
+        return 0 if less == more else max(0, self.peak(more) - self.peak(less)) // (more - less)
+
+    def _largest_part(self, most: int | None = None) -> int:
+        """About half of the batch, or about `most`, without a remainder if such a size is near."""
+        most = self.rows // 2 if most is None else most
+        most = max(self.unit, most - most % self.unit)
+        return next((size for size in range(most, most // 2, -self.unit) if self.rows % size == 0), most)
 
     def _compile(self, size: int) -> int:
         def step(params: Tree, state: Tree, rest: Tree, *batch: Any) -> Any:

@@ -83,6 +83,9 @@ class JaxProbe:
     def error_without(self, off: frozenset[Cause]) -> float:
         return self._trial.error_without(off, self._cuts)
 
+    def draws_by_row(self) -> bool:
+        return self._trial.draws_by_row()
+
     def where(self, cause: Cause) -> str:
         return ", ".join(self._batch_norms[:3]) if cause == "batch-statistics" else ""
 

@@ -61,7 +61,7 @@ def warn(written: list[str]) -> None:
     """What "micro" accepts, said once."""
     warnings.warn(
         f"{_layers(written)}: normalised by the statistics of each piece, so the gradient is not that of the whole "
-        "batch; running statistics are",
+        "batch; the running statistics are, over all pieces and devices",
         UserWarning,
         stacklevel=2,
     )

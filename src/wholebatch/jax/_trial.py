@@ -45,6 +45,7 @@ class Trial:
         rows: the arrays.
         keys: of which each piece gets its own.
         has_aux: whether the function returns a pair.
+        generators: Python's and NumPy's, as they were at the start.
         switch: called with what is to be switched off before anything is traced.
         door: the gradient of so many pieces by another door, where there is one.
     """
@@ -57,6 +58,7 @@ class Trial:
         keys: tuple[Tree, ...],
         *,
         has_aux: bool,
+        generators: PythonGenerators,
         switch: Callable[[frozenset[Cause]], None] = lambda off: None,
         door: Callable[[int], Tree] | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class Trial:
         self._has_aux, self._switch, self._door = has_aux, switch, door
         self.rows = len(rows[0])
         self._seed = 0
-        self._python = PythonGenerators()
+        self._python = generators
         self.restores = True
         """Whether Python's generators start anew for every run; not where runs differ by chance."""
         self.failure: str | None = None
@@ -111,6 +113,15 @@ class Trial:
             except BatchError:
                 continue
         return math.inf
+
+    def draws_by_row(self) -> bool:
+        """Whether Python or NumPy, whose random numbers cannot be made equal, draws some for each row."""
+        drawn = set()
+        for rows in (1, 2):
+            some = [leaf[:rows] for leaf in self._rows]
+            jax.eval_shape(self._loss(frozenset(["randomness"])), self.params, some, *self._keys)
+            drawn.add(self._python.now())
+        return len(drawn) > 1
 
     def terms(self) -> dict[str, Per]:
         """The terms of the loss."""

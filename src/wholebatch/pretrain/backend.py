@@ -20,6 +20,9 @@ from .weights import Weights
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 """Of AdamW, in both."""
 
+PACKAGES = {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}
+"""That each is made of."""
+
 
 @dataclass(frozen=True)
 class Stepped:
@@ -61,6 +64,9 @@ class Backend(Protocol):
 
     def plain_step(self, pieces: Sequence[Rows], step: int, learning_rate: float) -> None:
         """The textbook's step, to compare with: the mean of the pieces' mean losses. One piece is the unsplit batch."""
+
+    def ran_out(self, error: Exception) -> bool:
+        """Whether it says that memory ran out."""
 
     def evaluate(self, rows: Rows) -> float:
         """The mean loss per token, without dropout."""
@@ -107,7 +113,7 @@ class Planned:
 def require(name: str) -> None:
     """The framework has to be installed; that is said before any work is done."""
     try:
-        for module in {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[name]:
+        for module in PACKAGES[name]:
             importlib.import_module(module)
     except ImportError as error:
         raise BackendMissing(f'the {name} backend is not installed: pip install "wholebatch[{name},cli]"') from error
@@ -115,12 +121,6 @@ def require(name: str) -> None:
 
 def load(settings: Settings, vocabulary: int, ranks: Ranks) -> Backend:
     """The framework that was asked for, with the model in its initial state."""
-    try:
-        importlib.import_module("torch" if settings.backend == "torch" else "flax")
-    except ImportError as error:
-        raise BackendMissing(
-            f'the {settings.backend} backend is not installed: pip install "wholebatch[{settings.backend},cli]"'
-        ) from error
     module = importlib.import_module(f".{settings.backend}_backend", __package__)
     backend: Backend = module.make(settings, vocabulary, ranks)
     return backend

@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from .backend import State
 from .errors import DamagedError
-from .files import as_json, damaged, write_folder
+from .files import as_json, damaged, remove_folder, write_folder
 from .weights import Weights
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+WEIGHTS, OPTIMIZER, STATE = FILES = "weights.safetensors", "optimizer.safetensors", "state.json"
 FORMAT = 1
 
 
@@ -81,8 +81,10 @@ class Checkpoints:
             },
         )
         later, earlier = [p for p in self if _step(p) > step], [p for p in self if _step(p) < step]
-        for gone in (*later, *earlier[self._keep - 1 :], *self._folder.glob(".step-*")):
-            shutil.rmtree(gone, ignore_errors=True)
+        for gone in (*later, *earlier[self._keep - 1 :]):
+            remove_folder(gone)
+        for left in self._folder.glob(".step-*"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
         return path
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -93,7 +95,7 @@ class Checkpoints:
         """
         broken: list[str] = []
         for path in self:
-            file = damaged(path, (WEIGHTS, OPTIMIZER, STATE))
+            file = damaged(path, FILES)
             if file is None:
                 facts = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if facts["format"] != FORMAT:

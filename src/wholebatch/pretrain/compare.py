@@ -27,11 +27,13 @@ NOTE = (
     "textbook loop averages the means of its pieces, as most training scripts do."
 )
 
+UNSPLIT = "the unsplit batch"
+
 Step = Callable[[Backend, Rows, int, float], Any]
 
 
 def compare(settings: Settings, corpus: Corpus, micro_batch_size: int) -> dict[str, Any]:
-    """What the report says about the three ways.
+    """What the report says about the three ways; None where memory ran out, which it may do for the unsplit batch.
 
     Args:
         settings: of the run; without dropout here, which draws other numbers for other pieces.
@@ -44,16 +46,15 @@ def compare(settings: Settings, corpus: Corpus, micro_batch_size: int) -> dict[s
     timed, backends = _train(settings, corpus, ways, steps)
     wide = dataclasses.replace(settings, precision="fp64")
     _, judged = _train(wide, corpus, ways, min(settings.steps, JUDGED))
-    unsplit = judged["the unsplit batch"].state().weights
     return {
         "steps": steps,
         "note": NOTE,
         "ways": [
             {
                 "name": name,
-                "seconds_per_step": statistics.median(timed[name][WARM_UP:] or timed[name]),
-                "peak_memory": backends[name].peak_memory(),
-                "difference": _largest_difference(judged[name].state().weights, unsplit),
+                "seconds_per_step": _typical(timed[name]) if name in backends else None,
+                "peak_memory": backends[name].peak_memory() if name in backends else None,
+                "difference": _largest_difference(judged, name, UNSPLIT),
             }
             for name in ways
         ],
@@ -67,7 +68,7 @@ def _ways(micro_batch_size: int) -> dict[str, Step]:
 
     return {
         "wholebatch": lambda backend, rows, step, rate: backend.step(rows, step, rate),
-        "the unsplit batch": lambda backend, rows, step, rate: backend.plain_step([rows], step, rate),
+        UNSPLIT: lambda backend, rows, step, rate: backend.plain_step([rows], step, rate),
         "the textbook loop": textbook,
     }
 
@@ -75,17 +76,30 @@ def _ways(micro_batch_size: int) -> dict[str, Step]:
 def _train(
     settings: Settings, corpus: Corpus, ways: dict[str, Step], steps: int
 ) -> tuple[dict[str, list[float]], dict[str, Backend]]:
-    """The seconds of each step, and the models afterwards."""
+    """The seconds of each step, and the models afterwards; without those that did not fit."""
     backends = {name: load(settings, corpus.tokenizer.size, Ranks.alone()) for name in ways}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(1, steps + 1):
         rows, rate = rows_of_step(settings, corpus, step), learning_rate(settings, step)
-        for name, way in ways.items():
+        for name, backend in list(backends.items()):
             start = time.perf_counter()
-            way(backends[name], rows, step, rate)
+            try:
+                ways[name](backend, rows, step, rate)
+            except Exception as error:
+                if not backend.ran_out(error):
+                    raise
+                del backends[name]
             seconds[name].append(time.perf_counter() - start)
     return seconds, backends
 
 
-def _largest_difference(weights: dict[str, Any], others: dict[str, Any]) -> float:
-    return max(float(np.abs(weights[name] - others[name]).max()) for name in weights)
+def _typical(seconds: list[float]) -> float:
+    return statistics.median(seconds[WARM_UP:] or seconds)
+
+
+def _largest_difference(backends: dict[str, Backend], name: str, other: str) -> float | None:
+    """Between weights; None where there is nothing to compare."""
+    if not {name, other} <= backends.keys():
+        return None
+    ours, theirs = backends[name].state().weights, backends[other].state().weights
+    return max(float(np.abs(ours[weight] - theirs[weight]).max()) for weight in ours)

@@ -58,11 +58,20 @@ def write_folder(path: Path, files: Mapping[str, Callable[[Path], None]]) -> Non
                 flush(beside / name)
             flush(beside)
             if path.exists():  # it was damaged: what is sound is not written again
-                shutil.rmtree(path)
+                remove_folder(path)
             beside.rename(path)
             flush(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """It loses its name first, so that what has one is whole."""
+    nameless = path.with_name(f".{path.name}.gone")
+    with naming_the_file(path):
+        shutil.rmtree(nameless, ignore_errors=True)
+        path.rename(nameless)
+        shutil.rmtree(nameless, ignore_errors=True)
 
 
 def checksums(folder: Path, names: Any) -> str:
@@ -78,10 +87,9 @@ def damaged(folder: Path, names: Any) -> str | None:
         names: the files that have to be there.
     """
     try:
-        lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
+        written = expected_checksums(folder)
+    except (OSError, ValueError):
         return CHECKSUMS
-    written = {name: expected for expected, _, name in (line.partition("  ") for line in lines)}
     if not {*names} <= {*written}:
         return CHECKSUMS
     for name, expected in written.items():
@@ -91,6 +99,12 @@ def damaged(folder: Path, names: Any) -> str | None:
         except OSError:
             return name
     return None
+
+
+def expected_checksums(folder: Path) -> dict[str, str]:
+    """Those that a folder's files were written with, by name."""
+    lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
+    return {name: expected for expected, name in (line.split("  ", 1) for line in lines)}
 
 
 def checksum(path: Path) -> str:

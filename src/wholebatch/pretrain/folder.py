@@ -1,14 +1,22 @@
 """The output folder of a run, and what it holds."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import Checkpoint, Checkpoints
+from .checkpoints import FILES, Checkpoint, Checkpoints
 from .errors import DamagedError, FolderError
-from .files import CHECKSUMS, as_json, checksums, damaged, naming_the_file, write_text
+from .files import (
+    CHECKSUMS,
+    as_json,
+    checksums,
+    damaged,
+    expected_checksums,
+    naming_the_file,
+    remove_folder,
+    write_text,
+)
 
 METRICS, TOKENIZER, SUMMARY, REPORT, COMPARISON = (
     "metrics.jsonl",
@@ -62,10 +70,12 @@ class Folder:
 
     def verify(self) -> int:
         """How many files of a run that was done are as they were written; an error names one that is not."""
-        file = damaged(self.path, [METRICS, SUMMARY, REPORT])
-        if file is not None:
-            raise DamagedError(f"{self.path / file} is not as it was written: its checksum differs")
-        return len(self._files()) + sum(1 for file in self.checkpoints.rglob("*") if file.is_file())
+        folders = {self.path: (METRICS, SUMMARY, REPORT), **dict.fromkeys(Checkpoints(self.checkpoints), FILES)}
+        for folder, files in folders.items():
+            file = damaged(folder, files)
+            if file is not None:
+                raise DamagedError(f"{folder / file} is not as it was written: its checksum differs")
+        return sum(len(expected_checksums(folder)) for folder in folders)
 
     def prepare(self, *, anew: bool) -> None:
         """Make it ready for writing; what is not done is not sealed.
@@ -80,7 +90,7 @@ class Folder:
                 for name in self._files():
                     (self.path / name).unlink(missing_ok=True)
                 for path in Checkpoints(self.checkpoints):
-                    shutil.rmtree(path)
+                    remove_folder(path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """What the report is made from, with the metrics."""

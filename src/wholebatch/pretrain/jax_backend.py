@@ -92,6 +92,9 @@ class JaxBackend:
                 sums = gradients if len(pieces) > 1 else None
                 self._peak = used + sum(leaf.nbytes for leaf in jax.tree.leaves((self._moments, sums)))
 
+    def ran_out(self, error: Exception) -> bool:
+        return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
     def evaluate(self, rows: Rows) -> float:
         with self._precisely():
             pieces = np.split(rows, np.cumsum(balanced(len(rows), micro_batch_size=self.micro_batch_size))[:-1])

@@ -1,8 +1,11 @@
 """Several processes under `torchrun`: who is who, and what they have to agree on."""
 
 import os
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+Returned = TypeVar("Returned")
 
 
 class Ranks:
@@ -13,10 +16,10 @@ class Ranks:
     """
 
     def __init__(self, backend: str) -> None:
-        together = backend == "torch" and "TORCHELASTIC_RUN_ID" in os.environ
-        self.size = int(os.environ["WORLD_SIZE"]) if together else 1
-        self.rank = int(os.environ["RANK"]) if together else 0
-        self.local_rank = int(os.environ["LOCAL_RANK"]) if together else 0
+        self._together = backend == "torch" and "TORCHELASTIC_RUN_ID" in os.environ
+        self.size, self.rank, self.local_rank = (
+            (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")) if self._together else (1, 0, 0)
+        )
 
     @classmethod
     def alone(cls) -> Self:
@@ -29,7 +32,7 @@ class Ranks:
         return self.rank == 0
 
     def __enter__(self) -> Self:
-        if self.size > 1:
+        if self._together:
             import torch
 
             if torch.cuda.is_available():
@@ -40,28 +43,36 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self.size > 1:
+        if self._together:
             import torch
 
             if error is None:
                 # Whoever ends at once may do so while a thread of gloo lets go of a tensor of the last exchange, which
                 # aborts the process; nothing of Python's is held after a barrier.
-                torch.distributed.barrier()
+                self.wait()
             torch.distributed.destroy_process_group()
 
-    def from_first(self, value: Any) -> Any:
-        """What the first process gives, in all of them."""
-        if self.size == 1:
-            return value
+    def wait(self) -> None:
+        """Until all are here."""
+        if self._together:
+            import torch
+
+            torch.distributed.barrier()
+
+    def from_first(self, make: Callable[[], Returned]) -> Returned:
+        """What the first process makes, in all of them."""
+        if not self._together:
+            return make()
         import torch
 
-        box = [value]
+        box: list[Any] = [make() if self.first else None]
         torch.distributed.broadcast_object_list(box)
-        return box[0]
+        made: Returned = box[0]
+        return made
 
     def any(self, flag: bool) -> bool:
         """Whether it holds for one of them."""
-        if self.size == 1:
+        if not self._together:
             return flag
         import torch
 

@@ -11,7 +11,7 @@ from .files import write_text
 from .folder import Folder
 from .metrics import Record, read
 from .settings import option, shown
-from .summary import Facts, clock
+from .summary import Facts, clock, figures
 
 Row = tuple[str, ...]
 
@@ -119,19 +119,11 @@ def _charts(summary: Facts, records: Sequence[Record]) -> list[str]:
 
 
 def _comparison(comparison: Facts) -> str:
-    rows: list[Row] = [
-        (
-            way["name"],
-            f"{way['seconds_per_step']:.3g} s",
-            in_units(way["peak_memory"]),
-            f"{way['difference']:.1e}",
-        )
-        for way in comparison["ways"]
-    ]
+    rows: list[Row] = [(way["name"], *figures(way)) for way in comparison["ways"]]
     return _section(
         f"The first {comparison['steps']} steps, three ways",
         f'<p class="soft">{escape(comparison["note"])}</p>'
-        + _table(rows, "numbers", ("", "time per step", "peak memory", "difference of the weights")),
+        + _table(rows, "numbers", ("", "time", "peak memory", "against the unsplit batch")),
     )
 
 

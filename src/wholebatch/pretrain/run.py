@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from . import loop, tokenizer
-from .backend import Backend, load, require
+from .backend import PACKAGES, Backend, load, require
 from .checkpoints import Checkpoint
 from .compare import compare
 from .corpus import Corpus, prepare
@@ -80,8 +80,8 @@ def run(request: Request, screen: Screen) -> Ended:
 
 def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     folder = Folder(request.out)
-    saved = ranks.from_first(_open(folder, request, screen) if ranks.first else None)
-    settings = Settings.of(request.given, saved and saved.facts["settings"])
+    saved = ranks.from_first(lambda: folder.open(resume=request.resume, overwrite=request.overwrite, warn=screen.warn))
+    settings = Settings.of(request.given, saved.facts["settings"] if saved else None)
     require(settings.backend)
     if saved:
         _refuse_other_settings(settings, folder, saved)
@@ -100,13 +100,13 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     else:
         facts["loss_before"] = backend.evaluate(loop.validation_rows(settings, corpus))
     done = saved.step if saved else 0
-    ranks.from_first(None)  # all have read what the first will soon replace
+    ranks.wait()  # all have read what the first will soon replace
 
     screen.start(beginning(facts, done), settings.steps, done)
     if ranks.first:
         folder.prepare(anew=not saved)
     with (
-        Writer(folder, backend, facts, keep=settings.keep, saved=saved and saved.step)
+        Writer(folder, backend, facts, keep=settings.keep, saved=saved.step if saved else None)
         if ranks.first
         else nullcontext() as writer,
         loop.Interruption() as interruption,
@@ -116,27 +116,27 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
             writer.save(0)
         for record in loop.train(settings, backend, corpus, done=done, writer=writer):
             done = record["step"]
+            if record["micro_batch_size"] != facts["micro_batch_size"]:
+                facts["micro_batch_size"] = record["micro_batch_size"]
+                screen.warn(f"memory ran out in step {done}: {facts['micro_batch_size']} rows at a time from here on")
             screen.step(record)
             if ranks.any(interruption.requested) and done < settings.steps:
                 if writer:
                     writer.save(done)
                 return Ended("interrupted", done, facts)
     screen.stop()
-    facts["micro_batch_size"] = backend.micro_batch_size
-    return Ended("done", done, _finish(request, settings, corpus, backend, folder, facts) if ranks.first else facts)
-
-
-def _open(folder: Folder, request: Request, screen: Screen) -> Checkpoint | None:
-    return folder.open(resume=request.resume, overwrite=request.overwrite, warn=screen.warn)
+    if ranks.first:
+        facts = _finish(request, screen, settings, corpus, backend, folder, facts)
+    return Ended("done", done, facts)
 
 
 def _corpus(settings: Settings, cache: Path, folder: Folder, saved: Checkpoint | None, ranks: Ranks) -> Corpus:
     """The first rank prepares it; the others find it in the cache."""
     if not ranks.first:
-        ranks.from_first(None)
+        ranks.wait()
     corpus = prepare(settings, cache, _kept_tokenizer(folder, saved) if saved else None)
     if ranks.first:
-        ranks.from_first(None)
+        ranks.wait()
     if saved and saved.facts["text"] != corpus.digest:
         raise FolderError(
             f"--data is not the text that the run in {folder.path} began with: its content is another; --overwrite "
@@ -170,8 +170,7 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
     """What is found out once and holds for the whole run; the micro-batch only until memory runs out."""
     share = np.array_split(loop.rows_of_step(settings, corpus, 1), ranks.size)[0]
     memory = settings.memory if settings.micro_batch_size is None else UNLIMITED
-    planned = ranks.from_first(backend.plan(share, memory) if ranks.first else None)
-    frameworks = {"torch": ["torch"], "jax": ["jax", "flax", "optax"]}[settings.backend]
+    planned = ranks.from_first(lambda: backend.plan(share, memory))
     return {
         "settings": settings.as_dict(),
         "text": corpus.digest,
@@ -184,16 +183,21 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         "device": backend.device,
         "micro_batch_size": planned.micro_batch_size,
         "memory_by_rows": {str(rows): peak for rows, peak in planned.curve.items()},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in frameworks}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES[settings.backend]},
+        },
     }
 
 
 def _finish(
-    request: Request, settings: Settings, corpus: Corpus, backend: Backend, folder: Folder, facts: Facts
+    request: Request, screen: Screen, settings: Settings, corpus: Corpus, backend: Backend, folder: Folder, facts: Facts
 ) -> Facts:
     """Judge, sample, report, and seal what was written."""
     if request.compare:
+        screen.note("comparing with the unsplit batch and the textbook loop ...")
         write_text(folder.comparison, as_json(compare(settings, corpus, facts["micro_batch_size"])))
+    screen.note("checking that the split is exact, and writing the report ...")
     few = max(3, facts["micro_batch_size"] // 2)  # it computes in float64, and unsplit too
     judged = backend.check(loop.validation_rows(settings, corpus)[:few])
     prompt, continued = continuation(settings, backend, corpus)

@@ -110,8 +110,7 @@ class Settings:
         start = dict(PRESETS[preset]) if stored is None or "model" in given else {}
         values = {**(stored or {}), **start, **given}
         values["data"] = tuple(values.get("data") or ())
-        if values.get("micro_batch_size") == "auto":
-            values["micro_batch_size"] = None
+        values["micro_batch_size"] = _rows(values.get("micro_batch_size"))
         values["memory"] = bytes_of(values["memory"])
         tokens = values.pop("tokens", None)
         if tokens is not None:
@@ -186,6 +185,16 @@ def shown(name: str, value: Any) -> str:
     if name == "micro_batch_size" and value is None:
         return "auto"
     return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _rows(size: int | str | None) -> int | None:
+    """From the command line it comes as it was written."""
+    if size is None or size == "auto":
+        return None
+    try:
+        return int(size)
+    except ValueError as error:
+        raise OptionError(f'--micro-batch-size must be "auto" or a number of rows, got {size!r}') from error
 
 
 def _at_least(least: int, name: str, value: int) -> None:

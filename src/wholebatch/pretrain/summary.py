@@ -53,7 +53,7 @@ def summarise(facts: Facts, folder: Folder, **found: Any) -> Facts:
         "loss_after": records[-1]["validation_loss"],
         "seconds": round(seconds, 3),
         "tokens": records[-1]["tokens"],
-        "tokens_per_second": round(sum(1 for _ in records) * _tokens(facts) / seconds, 1),
+        "tokens_per_second": round(len(records) * _tokens(facts) / seconds, 1),
         "peak_memory": max(peaks, default=None),
         "whole_batch_memory": _whole(facts),
         "checkpoint": f"checkpoints/step-{records[-1]['step']:06d}",
@@ -83,6 +83,18 @@ def ending(summary: Facts, folder: Folder) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def figures(way: Facts) -> tuple[str, ...]:
+    """A compared way's time, memory and difference, for people."""
+    if way["seconds_per_step"] is None:
+        return ("did not fit the memory",)
+    off = way["difference"]
+    return (
+        f"{way['seconds_per_step']:.3g} s per step",
+        in_units(way["peak_memory"]),
+        "weights not compared" if off is None else f"weights off by {off:.0e}",
+    )
+
+
 def clock(seconds: float) -> str:
     """A duration as people say it.
 
@@ -102,8 +114,7 @@ def _compared(folder: Folder) -> list[tuple[str, str]]:
     return [
         (
             "" if number else "compared",
-            f"{way['name']:<18} {way['seconds_per_step']:.3g} s per step, {in_units(way['peak_memory'])}, "
-            f"weights off by {way['difference']:.0e}",
+            f"{way['name']:<18} {', '.join(figures(way))}",
         )
         for number, way in enumerate(folder.read_comparison().get("ways", []))
     ]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import DataError
@@ -28,11 +29,8 @@ class Text:
     def documents(self) -> Iterator[str]:
         """Each document, in order."""
         for file in self.files:
-            text = _read(file)
-            if self._field is None:
-                yield text
-            else:
-                yield from _fields(file, text, self._field)
+            with _explaining(file):
+                yield from _whole(file) if self._field is None else _fields(file, self._field)
 
     def digest(self) -> str:
         """What stands for the content, wherever the files lie."""
@@ -68,9 +66,11 @@ def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _read(file: Path) -> str:
+@contextmanager
+def _explaining(file: Path) -> Iterator[None]:
+    """Why a file cannot be read."""
     try:
-        text = file.read_text(encoding="utf-8")
+        yield
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start}): convert it, "
@@ -78,21 +78,39 @@ def _read(file: Path) -> str:
         ) from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _whole(file: Path) -> Iterator[str]:
+    text = file.read_text(encoding="utf-8")
     if not text.strip():
-        raise DataError(f"{file} is empty: there is nothing to train on")
-    return text
+        raise _empty(file)
+    yield text
 
 
-def _fields(file: Path, text: str, field: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"line {number} of {file} is not JSON: {error}") from error
-        value = document.get(field) if isinstance(document, dict) else None
-        if not isinstance(value, str):
-            keys = ", ".join(map(str, document)) if isinstance(document, dict) else type(document).__name__
-            raise DataError(f"line {number} of {file} has no text in the field {field!r}: it has {keys}")
-        yield value
+def _fields(file: Path, field: str) -> Iterator[str]:
+    """One line at a time: the file may be larger than the memory, and only a newline ends a line of JSON."""
+    found = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            found += 1
+            yield _field(f"line {number} of {file}", line, field)
+    if not found:
+        raise _empty(file)
+
+
+def _field(where: str, line: bytes, field: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    value = document.get(field) if isinstance(document, dict) else None
+    if not isinstance(value, str):
+        keys = ", ".join(map(str, document)) if isinstance(document, dict) else type(document).__name__
+        raise DataError(f"{where} has no text in the field {field!r}: it has {keys}")
+    return value
+
+
+def _empty(file: Path) -> DataError:
+    return DataError(f"{file} is empty: there is nothing to train on")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from .. import Mean
 from .._report import Report
-from ..torch import Accumulator, Result, check, evaluate, plan, token_mean
-from ..torch._auto import AutoSize
+from ..torch import Accumulator, check, evaluate, plan, token_mean
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
 from .ranks import Ranks
 from .sampling import DROPOUT, Rows, random_of
@@ -51,35 +50,34 @@ class TorchBackend:
             torch.amp.GradScaler(self._model.norm.weight.device.type) if settings.precision == "fp16" else None
         )
         self._trained = self._model if ranks.size == 1 else nn.parallel.DistributedDataParallel(self._model)
+        self._accumulator = Accumulator(self._trained, micro_batch_size=settings.micro_batch_size or "auto")
         self._peak, self._steps = Peak(), 0
-        self._size = AutoSize(None)
         self.use(settings.micro_batch_size or 1)
 
     def use(self, micro_batch_size: int) -> None:
-        self._size.rows = micro_batch_size
+        self._accumulator.micro_batch_size = micro_batch_size
 
     @property
     def micro_batch_size(self) -> int:
-        assert self._size.rows is not None
-        return self._size.rows
+        assert self._accumulator.micro_batch_size is not None
+        return self._accumulator.micro_batch_size
 
     def step(self, rows: Rows, step: int, learning_rate: float) -> Stepped:
         if self._settings.dropout:
             random = random_of(self._settings.seed, DROPOUT, step * self._ranks.size + self._ranks.rank)
             torch.manual_seed(int(random.integers(1 << 63)))
         share = np.array_split(rows, self._ranks.size)[self._ranks.rank]
-
-        def once() -> Result:
-            return Accumulator(self._trained, micro_batch_size=self.micro_batch_size).step(
+        planned = self.micro_batch_size
+        with self._a_step(learning_rate):
+            result = self._accumulator.step(
                 self._loss_fn(self._trained),
                 torch.from_numpy(share),
                 self._optimizer,
                 max_norm=self._settings.max_norm,
                 scaler=self._scaler,
             )
-
-        with self._a_step(learning_rate):  # by all rows, so that all ranks find the same smaller size
-            result = once() if self._settings.micro_batch_size else self._size.run(once, torch.from_numpy(rows))
+        if self.micro_batch_size != planned:  # in all ranks, but half of unequal shares need not be equal
+            self.use(self._ranks.from_first(lambda: self.micro_batch_size))
         assert result.grad_norm is not None
         return Stepped(result.loss.item(), result.grad_norm.item(), result.stepped)
 
@@ -98,6 +96,9 @@ class TorchBackend:
             else:
                 self._optimizer.step()
             self._optimizer.zero_grad()
+
+    def ran_out(self, error: Exception) -> bool:
+        return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
     def evaluate(self, rows: Rows) -> float:
         pieces = torch.from_numpy(rows).split(self.micro_batch_size)

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from .._errors import BatchError, OptionTypeError
+from .._errors import BatchError, OptionError, OptionTypeError
 from .._plan import check_sizes, positive_integer
 from . import _statistics as statistics
 from ._agree import Share
@@ -56,7 +56,7 @@ class Accumulator:
         in_place: whether `.backward` and `.step` sum the weight gradients of linear layers and embeddings straight into
             `.grad`, with the same result up to rounding: "auto" where that is faster, which is for large weights.
         batch_norm: "refuse" to cut a batch that BatchNorm sees in training mode, or accept normalisation by
-            "micro"-batch, with running statistics that follow the whole batch.
+            "micro"-batch, with running statistics that follow the whole batch, that of all processes.
         on_nonfinite: what a loss, count or gradient norm that is not finite does: "raise" an error that names
             the piece, "skip" the step, or "keep" going without looking. With a scaler, the scaler decides.
         sync: when a model of several processes sends gradients: "once" per batch, after its last piece; with DDP, in
@@ -111,6 +111,22 @@ class Accumulator:
         self._scaler: Any = None  # the last .finish's, so that the next .add scales before it is told
         self._warned = False
         self.skipped = 0
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The most rows of a piece, as given or as "auto" has found it so far; None for the whole batch.
+
+        Set it to go on with the size of a run before: the last bits of a sum depend on how it is cut.
+        """
+        return self._micro_batch_size if self._auto is None else self._auto.rows
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, rows: int) -> None:
+        if self._by_length is not None and self._by_length.budget is not None:
+            raise OptionError(f"micro_batch_tokens={self._by_length.budget} decides how many rows a piece has")
+        self._micro_batch_size, _ = check_sizes(rows, self._num_micro_batches)
+        if self._auto is not None:
+            self._auto.begin_with(rows)
 
     def backward(
         self, loss_fn: LossFunction, batch: Any, *, counts: CountFunction | None = None, scaler: Any = None
@@ -196,7 +212,7 @@ class Accumulator:
         if batch is not None:
             batch.undo()
 
-    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, scaler: Any) -> None:
+    def _add_all(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> None:
         if self._open is not None:
             raise BatchError("pieces added with .add are still pending: call .finish() or .discard() first")
         for name, function in {"loss_fn": loss_fn, "counts": loss_fn if counts is None else counts}.items():
@@ -206,9 +222,11 @@ class Accumulator:
         processes = opened.processes
         with opened.agreement.together(), self._discarding():
             self._open = opened
+            self._find_size(loss_fn, batch, counts, step)
             pieces = self._cut(batch, may_be_empty=processes.shared)
             opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
-            pooled = self._statistics_to_pool(len(pieces) * processes.world)
+            found = self._statistics_to_pool(len(pieces) > 1 or processes.shared)
+            opened.statistics = statistics.Statistics(found)
             summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
             own = Share(pieces.rows, len(pieces), summed)
             whole = opened.agreement.before(own)
@@ -216,25 +234,37 @@ class Accumulator:
                 own,
                 whole,
                 sum_dtype=self._accum_dtype,
-                scaler=scaler,
+                scaler=step.scaler,
                 ignored_labels=lambda: self._ignored_labels(batch),
             )
             device = only_device(opened.parameters)
-            with processes.apart(), statistics.pooled(pooled) as start_piece, self._summing_in_place(len(pieces)):
+            with processes.apart(), opened.statistics.followed(), self._summing_in_place(len(pieces)):
                 turns = whole.turns or len(pieces)
                 for turn, (piece, rows) in enumerate(pieces.turns(turns, device), start=1):
-                    start_piece()
-                    last = turn == turns
+                    again, last = turn > len(pieces), turn == turns
+                    opened.statistics.start_piece(again)
                     if last:
                         opened.agreement.between()
                     processes.turn(last)
-                    add = opened.add if turn <= len(pieces) else opened.add_nothing
+                    add = opened.add_nothing if again else opened.add
                     add(loss_fn(piece), rows, last)
                 if not turns:
                     opened.agreement.between()
 
+    def _find_size(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, step: Step) -> None:
+        if self._auto is not None and not isinstance(batch, Window):
+            self._auto.choose(
+                self._model,
+                loss_fn,
+                batch,
+                optimizer=step.optimizers or None,
+                counts=counts,
+                accum_dtype=self._accum_dtype,
+                in_place=self._in_place,
+            )
+
     def _cut(self, batch: Any, *, may_be_empty: bool) -> Cut:
-        sizes = self._micro_batch_size, self._num_micro_batches
+        sizes = self.micro_batch_size, self._num_micro_batches
         if self._by_length is None:
             return Cut(batch, *sizes, may_be_empty=may_be_empty)
         return Regrouped(batch, self._by_length, *sizes, may_be_empty=may_be_empty)
@@ -243,22 +273,11 @@ class Accumulator:
         """A batch from the first piece to the step, with the size that was given or is found."""
 
         def once() -> tuple[OpenBatch, Result, bool]:
-            if self._auto is not None:
-                self._micro_batch_size = self._auto.rows
-            self._add_all(loss_fn, batch, counts, step.scaler)
+            self._add_all(loss_fn, batch, counts, step)
             return self._close(step)
 
         if self._auto is None or isinstance(batch, Window):
             return self._take(step, *once())
-        self._auto.choose(
-            self._model,
-            loss_fn,
-            batch,
-            optimizer=step.optimizers or None,
-            counts=counts,
-            accum_dtype=self._accum_dtype,
-            in_place=self._in_place,
-        )
         return self._take(step, *self._auto.run(once, batch))
 
     def _close(self, step: Step) -> tuple[OpenBatch, Result, bool]:
@@ -316,9 +335,9 @@ class Accumulator:
             self.discard()
             raise
 
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
-        """The modules whose batch statistics have to be pooled; one piece is the whole batch to them."""
-        found = statistics.keepers(self._model) if num_pieces > 1 else {}
+    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
+        """The modules whose batch statistics have to be pooled; what is not cut is the whole batch to them."""
+        found = statistics.keepers(self._model) if cut else {}
         statistics.refuse_scripted(found)
         if self._batch_norm == "refuse":
             statistics.refuse(found)

@@ -17,7 +17,7 @@ import torch
 from .._errors import BatchError, RankError
 from ._ledger import Ledger
 from ._loss import Count
-from ._messages import added, on_host, sum_if_known, summed_counts, told
+from ._messages import added, on_host, sum_if_known, summed_calls, summed_counts, told
 from ._peers import Alone, Message, is_lost, lost
 from ._sums import GradientSums
 from ._totals import Totals
@@ -55,12 +55,14 @@ class Whole:
         rows: None where they cannot be told.
         untouched: positions of the shared parameters that no process has reached.
         nonfinite: what one of them found that is infinite or not a number, in words.
+        calls: how many values each call of a module with statistics of the batch saw.
     """
 
     totals: Totals
     rows: int | None
     untouched: list[int]
     nonfinite: str | None
+    calls: list[list[int]]
 
 
 class Agreement:
@@ -133,17 +135,24 @@ class Agreement:
             self._exchange({})
             self._processes.in_step = True
 
-    def after(self, ledger: Ledger, sums: GradientSums, judge: Callable[[Totals], str | None]) -> Whole:
+    def after(
+        self,
+        ledger: Ledger,
+        sums: GradientSums,
+        judge: Callable[[Totals], str | None],
+        calls: list[list[int]],
+    ) -> Whole:
         """What the pieces of all processes came to.
 
         Args:
             ledger: what this process's came to.
             sums: their gradients.
             judge: looks at the totals of this process; raises, or says what is not finite.
+            calls: how many values its modules saw that have statistics of the batch, call by call.
         """
         totals = ledger.totals()
         if self._over:
-            return Whole(totals, ledger.rows, self._processes.untouched(sums), None)
+            return Whole(totals, ledger.rows, self._processes.untouched(sums), None, calls)
         nonfinite = judge(totals)
         untouched = sum(1 << i for i in self._processes.untouched(sums))
         every = self._exchange(
@@ -154,6 +163,7 @@ class Agreement:
                 "metrics": told(totals.metrics),
                 "nonfinite": nonfinite,
                 "untouched": f"{untouched:x}" if ledger.pieces else "",
+                "calls": calls,
             }
         )
         self._over = True
@@ -169,6 +179,7 @@ class Agreement:
             sum_if_known([message["rows"] for message in every]),
             [i for i in range(untouched.bit_length()) if untouched >> i & 1],
             next((f"{m['nonfinite']} on rank {rank}" for rank, m in enumerate(every) if m.get("nonfinite")), None),
+            summed_calls([message["calls"] for message in every]),
         )
 
     def _exchange(self, message: Message) -> list[Message]:

@@ -40,8 +40,12 @@ class AutoSize:
         self.rows: int | None = None
         """The most rows of a piece; None for the whole batch."""
 
+    def begin_with(self, rows: int) -> None:
+        """Take a size that is known, in place of finding one."""
+        self.rows, self._chosen = rows, True
+
     def choose(self, model: Model, loss_fn: Any, batch: Any, **options: Any) -> None:
-        """Find a size for the first batch; those after it have the same.
+        """Find a size for the first batch that has rows; those after it have the same.
 
         Args:
             model: the model.
@@ -49,7 +53,7 @@ class AutoSize:
             batch: the first batch.
             options: those of `plan`.
         """
-        if self._chosen:
+        if self._chosen or not rows_if_known(batch):
             return
         from ._plan import plan  # it rehearses with the accumulator, which has this
 

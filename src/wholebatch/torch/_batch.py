@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from ._peers import Alone
 from ._result import Result
 from ._series import Series
 from ._state import Snapshot
+from ._statistics import Statistics
 from ._step import Step, loss_scale
 from ._sums import GradientSums, SumDtype
 from ._totals import Totals
@@ -44,6 +46,7 @@ class OpenBatch:
         self._surroundings = surroundings
         self.processes = processes
         self.agreement = Agreement(processes)
+        self.statistics = Statistics({})
         self.sums = GradientSums(adopts=not processes.sharded)  # with shards, leaves are made for each forward
 
     def begin(
@@ -99,6 +102,7 @@ class OpenBatch:
     def sum_up(self) -> None:
         """Turn the sums into the gradient without a verdict, which needs values."""
         finalise(self.sums, self._weights.factor(self._ledger.totals()), None)
+        self.statistics.settle(self.processes, self.statistics.calls)
 
     def close(self, step: Step, on_nonfinite: str) -> tuple[Result, Verdict]:
         """Turn the sums into the gradient; all of it can still be undone afterwards."""
@@ -106,8 +110,10 @@ class OpenBatch:
             self.sums.scale(self._ratio_of_scales(step.scaler))
         looking = on_nonfinite != "keep" and step.scaler is None
         self.processes.settle(self.sums)
-        whole = self.agreement.after(self._ledger, self.sums, lambda own: self._judge_own(own, on_nonfinite, looking))
+        judge_own = functools.partial(self._judge_own, on_nonfinite=on_nonfinite, looking=looking)
+        whole = self.agreement.after(self._ledger, self.sums, judge_own, self.statistics.calls)
         factor = self.processes.reduce(self.sums, self._weights.factor(whole.totals), whole.untouched)
+        self.statistics.settle(self.processes, whole.calls)
         norm = finalise(self.sums, factor, None if step.scaler else step.max_norm)
         verdict = self._judge(whole.totals, self._counts, looking, norm)
         if whole.nonfinite:

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._diagnosis import Finding, diagnose
 from .._errors import BatchError
 from .._plan import balanced, check_sizes
-from .._report import Report, tolerance
+from .._report import Report, report_of_other_layout, report_on, tolerance
 from .._sample import cuts_to_try, rows_to_use
 from ._cut import rows_of, spread_rows, to_device
 from ._loss import LossFunction
@@ -91,7 +90,7 @@ class _Check:
     ) -> None:
         self._model, self._loss_fn, self._batch, self._size = model, loss_fn, batch, size
         self._regrouping = regrouping
-        self.own_generators = OwnGenerators()
+        self.own_generators = OwnGenerators(loss_fn, *model.members)
 
     def report(self, sums: GradientSums, prepare: Callable[[Any], Any]) -> Report:
         """The verdict on the batch as it is."""
@@ -105,16 +104,7 @@ class _Check:
             self._batch,
             lambda eps: tolerance(eps, max(cuts)),
         )
-        by_cut = probe.judge(cuts)
-        exact = probe.error <= probe.tolerance
-        return Report.of(
-            by_cut,
-            dtype=probe.dtype,
-            eps=probe.eps,
-            rows=rows,
-            failure=probe.failure,
-            finding=None if exact else diagnose(probe),
-        )
+        return report_on(probe, cuts)
 
     def report_of_failure(self, error: Exception) -> Report | None:
         """The verdict where already a few rows fail, if that is because they are no rows."""
@@ -129,15 +119,7 @@ class _Check:
                 )
             if what is not None:
                 rows = rows_to_use(rows_of(self._batch), self._size)
-                infinite = dict.fromkeys(self._model.named_parameters(), float("inf"))
-                return Report.of(
-                    dict.fromkeys(cuts_to_try(rows, None), infinite),
-                    dtype="float64",
-                    eps=0.0,
-                    rows=rows,
-                    failure=f"a few rows of it: {type(error).__name__}: {error}",
-                    finding=Finding(("wrong-axis",), what),
-                )
+                return report_of_other_layout(what, self._model.named_parameters(), rows, error)
         return None
 
     def _make_trial(

@@ -38,7 +38,8 @@ def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
         norms += of_values if mesh is None else [_whole(get_total_norm(of_values, order))]
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+    return whole
 
 
 def _whole(norm: Any) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ._as_real import adds_in_place, returned_by
 from ._scratch import scratch
 
 Storage = int
@@ -116,15 +116,12 @@ class Lifetimes(TorchDispatchMode):
         self._timeline = self._new()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            returned = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_floating_point():
-                raise
-            return 1.0  # a number that is logged or scales another; integers may become sizes
+        returned = returned_by(func, args, kwargs or {})
         if self._device.type == "cpu":
             for size in scratch(func, args, returned):
                 self._passes(size)
+        if adds_in_place(func, args):
+            self._dies(args[0].untyped_storage()._cdata)
         aliases = any(result.alias_info is not None for result in func._schema.returns)
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:

@@ -2,12 +2,13 @@
 
 import math
 from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import LossError
+from .._errors import BatchNormError, LossError
 from .._terms import Per
 from ._host import read_once
 from ._loss import Count, Number
@@ -48,6 +49,16 @@ def summed_counts(every: list[dict[str, Number]]) -> dict[str, Count]:
     """Each term's count, where some may have told none."""
     names = list(dict.fromkeys(name for counts in every for name in counts))
     return {name: _sum([counts[name] for counts in every if name in counts]) for name in names}
+
+
+def summed_calls(every: list[list[list[int]]]) -> list[list[int]]:
+    """The values that each call of each module saw, where some processes may have called it less often."""
+    if any(len(modules) != len(every[0]) for modules in every):
+        raise BatchNormError(
+            f"statistics of {sorted({len(modules) for modules in every})} modules are kept in different processes: put "
+            "the same modules in training mode in every process"
+        )
+    return [[sum(call) for call in zip_longest(*calls, fillvalue=0)] for calls in zip(*every, strict=True)]
 
 
 def _sum(numbers: list[Number]) -> Number:

@@ -73,9 +73,9 @@ def plan(
     remarks = () if optimizer is not None else ("no optimizer was given: its state and its step are not counted",)
     with Rehearsal(planned, loss_fn, batch, optimizer, counts, options) as rehearsal:
         steps = _Steps(rehearsal, rows)
-        chosen = largest_that_fits(steps.peak, rows, budget)
+        chosen = largest_that_fits(steps.peak, range(1, rows + 1), budget)
         if not steps.confirm(chosen):
-            chosen = largest_that_fits(steps.peak, rows, budget)
+            chosen = largest_that_fits(steps.peak, range(1, rows + 1), budget)
         return fitted(chosen, steps.peak, steps.parts, rows=rows, memory=budget, sizes=steps.curve, remarks=remarks)
 
 
@@ -122,7 +122,7 @@ class _Steps:
 
     def _peak(self, timeline: Timeline) -> int:
         rehearsal = self._rehearsal
-        return max(timeline.peak() + rehearsal.state, rehearsal.peak_of_step) + rehearsal.batch
+        return max(timeline.peak() + rehearsal.state, rehearsal.peak_of_step) + rehearsal.besides
 
     def _pieces(self, size: int) -> int:
         """A piece has one like it before it, so that gradients are there already, unless it is the whole batch."""

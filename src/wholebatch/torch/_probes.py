@@ -74,6 +74,9 @@ class TorchProbe:
     def error_without(self, off: frozenset[Cause]) -> float:
         return self._trial.error_without(off, self._cuts)
 
+    def draws_by_row(self) -> bool:
+        return self._trial.draws_by_row()
+
     def where(self, cause: Cause) -> str:
         return ", ".join(self._keepers[:3]) if cause == "batch-statistics" else ""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._generators import PythonGenerators
+from .._generators import PythonGenerators, kept_generators
 from ._model import Model
 from ._state import Snapshot
 
@@ -17,13 +17,13 @@ class Start:
 
     Args:
         model: whose buffers.
-        own_generators: those that the loss keeps to itself, as far as they are known.
+        own_generators: those that the loss keeps to itself.
     """
 
     def __init__(self, model: Model, own_generators: "OwnGenerators") -> None:
         self._snapshot = Snapshot(model)
         self._host = torch.get_rng_state()
-        self._python = PythonGenerators()
+        self.python = PythonGenerators(own_generators.of_python)
         self._elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
         self.own_generators = own_generators
 
@@ -36,7 +36,7 @@ class Start:
         """Whether a generator on the host has moved on; that of another device is taken to have."""
         return (
             not torch.equal(torch.get_rng_state(), self._host)
-            or self._python.have_moved()
+            or self.python.have_moved()
             or bool(self.own_generators.states)
             or self._elsewhere
         )
@@ -48,15 +48,20 @@ class Start:
     def restore_generators(self) -> None:
         """Put back the random generators alone."""
         self._snapshot.restore_generators()
-        self._python.restore()
+        self.python.restore()
         self.own_generators.restore()
 
 
 class OwnGenerators(TorchFunctionMode):
-    """Notes the generators that a loss hands to torch's functions, as they are before they are drawn from."""
+    """Notes the generators that a loss hands to torch's functions, as they are before they are drawn from.
 
-    def __init__(self) -> None:
+    Args:
+        holders: what may hold others, of Python's and NumPy's.
+    """
+
+    def __init__(self, *holders: Any) -> None:
         super().__init__()
+        self.of_python = kept_generators(*holders)
         self.states: dict[torch.Generator, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._errors import OptionError, OptionTypeError, PlanError
@@ -57,6 +58,9 @@ class Rehearsal:
     peak_of_step: int
     """The most bytes that are held while the optimizer steps."""
 
+    besides: int
+    """The bytes of the batch, and of what gradients are sent from."""
+
     def __init__(
         self,
         model: Model,
@@ -75,7 +79,7 @@ class Rehearsal:
         self._stepped = False
         self.state = self.gradients = self.peak_of_step = 0
         beside_the_model = [t for _, t in tensors(batch) if t.device == self._device or t.device.type == "meta"]
-        self.batch = sum(tensor.nbytes for tensor in beside_the_model)
+        self.besides = sum(tensor.nbytes for tensor in beside_the_model) + _buckets(model)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -152,7 +156,7 @@ class _Rehearsing(Accumulator):
 
     def sum_up(self, loss_fn: LossFunction, batch: Any, counts: CountFunction | None, lifetimes: Lifetimes) -> None:
         """Everything until the gradient is in `.grad`."""
-        self._add_all(loss_fn, batch, counts, None)
+        self._add_all(loss_fn, batch, counts, Step(None, None, None, None))
         open_batch, self._open = self._open, None
         assert open_batch is not None
         self._adopted = open_batch.sums.adopted
@@ -177,9 +181,9 @@ class _Rehearsing(Accumulator):
     def _processes(self, sync: Sync) -> Alone:
         return Alone()
 
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
+    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
         """What statistics of the batch mean for the gradient is not the question here."""
-        return statistics.keepers(self._model) if num_pieces > 1 else {}
+        return statistics.keepers(self._model) if cut else {}
 
 
 def _device(model: Model, batch: Any) -> torch.device:
@@ -189,6 +193,12 @@ def _device(model: Model, batch: Any) -> torch.device:
         raise PlanError(f"the model is on several devices ({', '.join(sorted(map(str, real)))}): plan one at a time")
     of_batch = [tensor.device for _, tensor in tensors(batch) if tensor.device.type != "meta"]
     return next(iter([*real, *of_batch]), torch.device("cpu"))
+
+
+def _buckets(model: Model) -> int:
+    """The bytes that DDP modules copy gradients to, to send them."""
+    modules = [module for module in model.named_modules().values() if isinstance(module, DistributedDataParallel)]
+    return sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad)
 
 
 def _state(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.overrides import TorchFunctionMode
@@ -73,10 +75,18 @@ class StandIns:
         return self._pairs[id(tensor)][1]
 
     def _replace(self, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule | nn.parallel.DistributedDataParallel):
+        if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(f"a {type(module).__name__} cannot be followed: plan the module that it was made from")
+        if isinstance(module, nn.SyncBatchNorm) and module.training and dist.is_available() and dist.is_initialized():
+            raise PlanError(
+                "SyncBatchNorm asks other processes in each forward, and planning asks nobody: plan the model with its "
+                "BatchNorm, before it is converted, and give the size"
+            )
         # a forward may leave tensors among a module's attributes too
         self._before += [(table, dict(table)) for table in (module.__dict__, module._parameters, module._buffers)]
+        if isinstance(module, DistributedDataParallel):  # what it does before a forward is for other processes
+            module.require_backward_grad_sync = module.require_forward_param_sync = False
+            module._pre_forward = lambda *inputs, **options: (inputs, options)  # type: ignore[method-assign]
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
@@ -104,7 +114,8 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor like it, within a `FakeTensorMode`; what is on the meta device is on `device` instead."""
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
         raise PlanError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} cannot be followed: only plain dense tensors can"
+            f"a {type(tensor).__name__} of layout {tensor.layout} cannot be followed: only plain dense tensors can; "
+            "choose the size by trying instead"
         )
     on = device if tensor.device.type == "meta" else tensor.device
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=on)

@@ -1,20 +1,21 @@
 """Modules that normalise by statistics of the batch, or keep them.
 
 Cut, they normalise each piece by its own statistics, which is another function: refused, or accepted under
-"micro". There the running statistics still follow the whole batch, once per batch: with n_k values per channel,
-mean m_k and variance v_k in piece k,
+"micro". There the running statistics still follow the whole batch, that of all processes, once per batch: with N
+values per channel, mean m and variance v, pooled from those of the pieces,
 
-    N = Σ n_k,   m = Σ n_k m_k / N,   v = Σ n_k (v_k + (m_k - m)²) / N
     running ← (1 - momentum) · running + momentum · (m, v · N / (N - 1))
 
-A piece is made to leave its own statistics in the running buffers by a momentum of 1 while the batch is open.
-A module that is called several times per piece is pooled call by call.
+A piece is made to leave its own statistics in the running buffers by a momentum of 1 while the batch is open; those of
+SyncBatchNorm, which leaves what it learned from other processes, are computed from what it is given. A module that is
+called several times per piece is pooled call by call.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeGuard
 
 import torch
@@ -24,6 +25,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._errors import BatchNormError
 from ._model import Model
+from ._peers import Alone
+from ._pools import Pool, pool_over
 
 _SCRIPTED = {f"BatchNorm{axes}d" for axes in (1, 2, 3)}
 
@@ -54,8 +57,8 @@ def warn(found: dict[str, _NormBase]) -> None:
     """What "micro" accepts, said once."""
     names = ", ".join(name or "the model" for name in found)
     warnings.warn(
-        f"{names}: normalised by the statistics of each piece, so the gradient is not that of the whole batch; running "
-        "statistics are",
+        f"{names}: normalised by the statistics of each piece, so the gradient is not that of the whole batch; the "
+        "running statistics are, over all pieces and processes",
         UserWarning,
         stacklevel=_levels_to_the_caller(),
     )
@@ -69,29 +72,54 @@ def _levels_to_the_caller() -> int:
     return levels
 
 
-@contextmanager
-def pooled(found: dict[str, _NormBase]) -> Iterator[Callable[[], None]]:
-    """Within, the modules may be called piece by piece; call what is yielded before each piece.
+class Statistics:
+    """The statistics of a batch's pieces, until the running ones follow the whole.
 
-    On success their running statistics follow the whole. On failure they are as a piece left them: whoever runs the
-    pieces restores buffers.
+    On a failure buffers are as a piece left them: whoever runs the pieces restores them.
+
+    Args:
+        found: the modules.
     """
-    followed: list[_Followed] = []
 
-    def start_piece() -> None:
-        for one in followed:
-            one.start_piece()
+    def __init__(self, found: dict[str, _NormBase]) -> None:
+        self._modules = [module for module in found.values() if module.running_mean is not None]
+        self._followed: list[_Followed] = []
 
-    try:
-        for module in found.values():
-            if module.running_mean is not None:
-                followed.append(_Followed(module))
-        yield start_piece
-        for one in followed:
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Within, the modules may be called piece by piece."""
+        try:
+            for module in self._modules:
+                self._followed.append(_Followed(module))
+            yield
+            for one in self._followed:
+                one.read_last_call()
+        finally:
+            for one in self._followed:
+                one.release()
+
+    def start_piece(self, again: bool = False) -> None:
+        """Call before each piece; one that was there before adds nothing."""
+        for one in self._followed:
+            one.start_piece(again)
+
+    @property
+    def calls(self) -> list[list[int]]:
+        """How many values per channel each call of each module saw."""
+        return [[pool.count for pool in one.pools] for one in self._followed]
+
+    def settle(self, processes: Alone, whole: list[list[int]]) -> None:
+        """Let the running statistics follow those of the whole.
+
+        Args:
+            processes: who shares the batch.
+            whole: the calls of all processes.
+        """
+        for one, calls in zip(self._followed, whole, strict=True):
+            one.expect(len(calls))
+        pool_over(processes, [pool for one in self._followed for pool in one.pools], list(chain(*whole)))
+        for one in self._followed:
             one.settle()
-    finally:
-        for one in followed:
-            one.release()
 
 
 def _sees_the_batch(module: nn.Module) -> TypeGuard[_NormBase]:
@@ -102,24 +130,6 @@ def _sees_the_batch(module: nn.Module) -> TypeGuard[_NormBase]:
     if isinstance(module, _BatchNorm):
         return module.training or module.running_mean is None
     return False
-
-
-class _Pool:
-    """Statistics of the values that one call of a module saw, over the pieces."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.count = 0
-        self.mean = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-        self.variance = torch.zeros_like(self.mean)
-
-    def add(self, count: int, mean: Tensor, variance: Tensor, between: bool) -> None:
-        total = self.count + count
-        apart = mean - self.mean
-        self.variance += (variance - self.variance) * (count / total)
-        if between:
-            self.variance += apart.square() * (self.count * count / total**2)
-        self.mean += apart * (count / total)
-        self.count = total
 
 
 class _Followed:
@@ -137,22 +147,26 @@ class _Followed:
         self._before = (self._mean.clone(), self._variance.clone())
         self._tracked_before = None if self._tracked is None else self._tracked.clone()
         self._by_row = isinstance(module, _InstanceNorm)
-        self._pools: list[_Pool] = []
+        self._again = False
         self._calls_in_piece = 0
         self._count_of_last_call: int | None = None
+        self.pools: list[Pool] = []
         module.momentum = 1.0
         self._hook = module.register_forward_pre_hook(self._before_call, with_kwargs=True)
 
-    def start_piece(self) -> None:
+    def start_piece(self, again: bool) -> None:
         """Begin with the first call again."""
-        self._read_last_call()
-        self._calls_in_piece = 0
+        self.read_last_call()
+        self._calls_in_piece, self._again = 0, again
+
+    def expect(self, calls: int) -> None:
+        """Have a pool for each call that there was in some process."""
+        self.pools += [self._new_pool() for _ in range(len(self.pools), calls)]
 
     def settle(self) -> None:
         """Let the running statistics follow the pooled ones, one call after the other."""
-        self._read_last_call()
         (mean, variance), calls = self._before, 0
-        for pool in self._pools:
+        for pool in self.pools:
             calls += not self._by_row
             if pool.count == 0:
                 continue
@@ -172,28 +186,42 @@ class _Followed:
         self._hook.remove()
         self._module.momentum = self._momentum
 
+    def read_last_call(self) -> None:
+        """Take the statistics that the last call has left, if there was one since."""
+        count, self._count_of_last_call = self._count_of_last_call, None
+        if count is not None:
+            biased = 1 if self._by_row or not count else (count - 1) / count
+            self._add(count, self._mean, self._variance * biased)
+
+    @torch.no_grad()
     def _before_call(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        self._read_last_call()
+        self.read_last_call()
         if not module.training:  # such a call wants the statistics of before, and adds none
             # behind autograd's back, which has saved the buffers for a backward that does not read them
             self._mean.data.copy_(self._before[0])
             self._variance.data.copy_(self._before[1])
             return
+        if self._again:
+            return
         values = args[0] if args else kwargs["input"]
-        self._count_of_last_call = len(values) if self._by_row else values.numel() // values.shape[1]
+        count = len(values) if self._by_row else values.numel() // values.shape[1]
+        if count and isinstance(module, nn.SyncBatchNorm):
+            wide = values.to(torch.promote_types(values.dtype, self._mean.dtype))
+            variance, mean = torch.var_mean(wide, [0, *range(2, values.dim())], correction=0)
+            self._add(count, mean, variance)
+        else:
+            self._count_of_last_call = count
 
-    def _read_last_call(self) -> None:
-        count, self._count_of_last_call = self._count_of_last_call, None
-        if count is None:
-            return
-        if self._calls_in_piece == len(self._pools):
-            self._pools.append(_Pool(self._mean))
-        pool = self._pools[self._calls_in_piece]
+    def _add(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        if self._calls_in_piece == len(self.pools):
+            self.pools.append(self._new_pool())
+        pool = self.pools[self._calls_in_piece]
         self._calls_in_piece += 1
-        if count == 0:
-            return
-        variance = self._variance if self._by_row else self._variance * ((count - 1) / count)
-        pool.add(count, self._mean, variance, between=not self._by_row)
+        if count:
+            pool.add(count, mean, variance)
+
+    def _new_pool(self) -> Pool:
+        return Pool(self._mean, between=not self._by_row)
 
 
 def _buffer(buffer: Tensor | None) -> Tensor:

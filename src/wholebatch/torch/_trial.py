@@ -127,6 +127,14 @@ class Trial:
         some = [gradient.reshape(-1)[:: stride(gradient.numel())].double() for gradient in real]
         return Observation(torch.cat([entries.to(some[0].device) for entries in some]), count)
 
+    def draws_by_row(self) -> bool:
+        """Whether Python or NumPy, whose random numbers cannot be made equal, draws some for each row."""
+        drawn = set()
+        for rows in ([0], [0, 1]):
+            self.observe(next(iter(self.terms)), frozenset(["randomness"]), rows)
+            drawn.add(self.start.python.now())
+        return len(drawn) > 1
+
     def view(self, term: str, off: frozenset[Cause]) -> Observe:
         """The same as a function of the rows."""
         return lambda rows: self.observe(term, off, rows)
