@@ -19,6 +19,7 @@ from .._report import largest_error
 from .._rules import Observation, Observe, stride
 from .._terms import Per
 from ._accumulator import Accumulator
+from ._agree import Share
 from ._loss import LossFunction, read
 from ._model import Model
 from ._peers import Alone
@@ -243,7 +244,7 @@ class _Judged(Accumulator):
     def _processes(self, sync: Sync) -> Alone:
         return Alone()
 
-    def _statistics_to_pool(self, num_pieces: int) -> dict[str, Any]:
+    def _statistics_to_pool(self, whole: Share, processes: Alone) -> dict[str, Any]:
         return {}
 
     def _ignored_labels(self, batch: Any) -> Tensor | None:
