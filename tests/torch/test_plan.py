@@ -12,6 +12,7 @@ from allocated import peak_of
 from to_plan import GPT, bert, convolutions, gpt, many_uses, mixture_of_experts, small_gpt, t5
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from wholebatch import BatchError, BudgetError, Mean, OptionError, OptionTypeError, PlanError
 from wholebatch.torch import Accumulator, Window, plan
@@ -258,6 +259,26 @@ def test_a_program_that_depends_on_the_rows_is_rehearsed_size_by_size():
     taken = measured(make, 4) + 8 * 64 * 512 * 4  # half of the batch
     assert found.peak(4) == pytest.approx(taken, rel=0.01)
     assert found.parts["activations_per_row"] == pytest.approx(64 * 512 * 4, rel=0.01)
+
+
+def test_a_program_that_takes_no_more_from_some_rows_on_is_not_followed_along_a_line():
+    def make(rows=16):
+        torch.manual_seed(0)
+        first, second = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1))
+
+        def again(x):
+            return checkpoint(second, x, use_reentrant=False).square().sum()
+
+        def in_chunks(x):
+            return Mean(sum(again(chunk) for chunk in first(x).tanh().split(4)), len(x))
+
+        return nn.ModuleList([first, second]), in_chunks, torch.randn(rows, 64, 64)
+
+    found = predicted(make, torch.optim.SGD)
+    assert found.peak(8) == pytest.approx(measured(make, 8, torch.optim.SGD), rel=0.01)
+    assert found.peak(8) < 1.1 * found.peak(4)
+    model, loss_fn, batch = make()
+    assert plan(model, loss_fn, batch, memory=found.peak(8)).micro_batch_size >= 8
 
 
 def test_what_needs_values_is_refused_with_the_way_out():

@@ -93,11 +93,19 @@ class _Steps:
         return self._peak(self._timeline(size))
 
     def confirm(self, size: int) -> bool:
-        """Rehearse a size for itself; says whether that is what the line told."""
+        """Rehearse a size for itself; says whether the line told that, and what the batch in one piece allows."""
         told, found = self.peak(size), self._peak(self._rehearse(size, self._pieces(size)))
-        confirmed = abs(found - told) <= told / 1000
+        confirmed = abs(found - told) <= told / 1000 and not self._tells_too_much()
         self._on_a_line = self._on_a_line and confirmed
         return confirmed
+
+    def _tells_too_much(self) -> bool:
+        """Whether the line rises beyond the batch in one piece by more than what pieces hold besides: their sums."""
+        line = self._line(self._rows - 1)
+        if line is None:
+            return False
+        one_piece = self._rehearse(self._rows, 1).peak()
+        return line.at(self._rows).peak() > 1.01 * one_piece + 4 * self._rehearsal.gradients
 
     def parts(self, size: int, peak: int) -> Mapping[str, int]:
         """What the peak consists of; where that is in the optimizer's step, its temporaries are fixed."""
