@@ -96,6 +96,7 @@ def test_the_rule_that_is_broken_is_found(per, loss, cause, rows):
 def test_two_rows_tell_a_sum_from_a_weighted_mean():
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(total(list(rows))), EPS) == "sum-as-mean"
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(weighted(list(rows))), EPS) == "mean-of-means"
+    assert rule_broken(Per.ROWS, 2, lambda rows: Observation(coupled(list(rows))), EPS) == "coupled-rows"
     assert rule_broken(Per.ROWS, 1, lambda rows: Observation(total(list(rows))), EPS) is None
 
 
@@ -116,6 +117,17 @@ def test_rows_that_alone_hold_the_same_of_both_do_not_tell_two_means_apart():
         return Observation(held[rows] @ EACH[rows] / held[rows].sum() + mean(rows)[::-1])
 
     assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
+
+
+@pytest.mark.parametrize("several", [2, 3])
+def test_what_fails_where_rows_are_taken_twice_is_not_explained_by_two_means(several):
+    def observe(rows):
+        rows = list(rows)
+        if len(set(rows)) == several < len(rows):
+            return None
+        return Observation(weighted(rows) + weighted_otherwise(rows))
+
+    assert rule_broken(Per.ROWS, 3, observe, EPS) == "coupled-rows"
 
 
 def test_parts_that_happen_to_hold_what_is_their_share_hide_nothing():
