@@ -124,6 +124,7 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
         and x.numel() > x.shape[-1]
         and not torch.is_grad_enabled()
         and torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
         and torch._C._get_mkldnn_enabled()
     )
 
