@@ -49,7 +49,7 @@ def test_the_plan_of_a_ddp_module_counts_its_buckets_and_touches_nothing(rank, o
 
 
 @on_ranks(2)
-def test_the_predicted_peak_is_the_measured_one(rank, tmp_path):
+def test_the_predicted_peak_is_the_measured_one(rank):
     model, _, batch = small_gpt()
     ddp = replica(rank, model)
     found = plan(ddp, loss_of(ddp), batch, memory="1GiB", optimizer=torch.optim.AdamW)
@@ -61,9 +61,7 @@ def test_the_predicted_peak_is_the_measured_one(rank, tmp_path):
         for _ in range(2):
             Accumulator(ddp, micro_batch_size=4).step(loss_of(ddp), batch, optimizer, max_norm=1.0)
 
-    folder = tmp_path / str(rank.rank)
-    folder.mkdir()
-    measured = peak_of(program, folder)
+    measured = peak_of(program)
     # where a thread of gloo still holds the buckets that the second batch replaces, there are two sets of them
     assert found.peak(4) == pytest.approx(measured, rel=0.01) or measured == pytest.approx(
         found.peak(4) + bytes_of(model), rel=0.01

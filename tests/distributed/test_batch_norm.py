@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from crew import on_ranks
+from models import take_gradients, whole_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from reference import assert_exact
-from wholebatch import BatchNormError, RankError
+from wholebatch import BatchNormError, Mean, RankError
 from wholebatch.torch import Accumulator, Window
 
 ROWS = {
@@ -26,17 +27,34 @@ KINDS = {
 }
 
 
+class SumOverProcesses(torch.autograd.Function):
+    """What every process has depends on what each of them gave."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverProcesses.apply(gradient, ctx.group), None
+
+
 class Synchronised(nn.SyncBatchNorm):
-    """torch's own runs on GPUs only; this one exchanges what it exchanges, and leaves the statistics of all rows."""
+    """torch's own runs on GPUs only; this one exchanges what it exchanges, and sees the rows of all processes."""
 
     def forward(self, x):
-        sums = torch.stack([torch.full((3,), x.numel() / 3), x.sum((0, 2, 3)), x.square().sum((0, 2, 3))]).detach()
-        dist.all_reduce(sums, group=self.process_group)
-        mean, square = sums[1:] / sums[0]
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_((square - mean**2) * (sums[0] / (sums[0] - 1)), self.momentum)
-        self.num_batches_tracked += 1
-        return nn.functional.batch_norm(x, None, None, self.weight, self.bias, True)
+        axes, group = (0, 2, 3), self.process_group
+        count = SumOverProcesses.apply(torch.tensor(x.numel() / 3), group)
+        mean = (SumOverProcesses.apply(x.sum(axes, keepdim=True), group)) / count
+        variance = SumOverProcesses.apply((x - mean).square().sum(axes, keepdim=True), group) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.flatten(), self.momentum)
+            self.running_var.lerp_(variance.flatten() * (count / (count - 1)), self.momentum)
+            self.num_batches_tracked += 1
+        affine = self.weight[:, None, None], self.bias[:, None, None]
+        return (x - mean) / (variance + self.eps).sqrt() * affine[0] + affine[1]
 
 
 class Layers(nn.Module):
@@ -73,10 +91,14 @@ def buffers(model):
     return {name: buffer.double().numpy().copy() for name, buffer in model.named_buffers()}
 
 
-def accumulate(model, module, batch, **options):
+def accumulate_loss(model, loss_fn, batch, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Accumulator(model, batch_norm="micro", **options).backward(mean_square(module), batch)
+        return Accumulator(model, batch_norm="micro", **options).backward(loss_fn, batch)
+
+
+def accumulate(model, module, batch, **options):
+    return accumulate_loss(model, mean_square(module), batch, **options)
 
 
 def one_process(module, x, rows, size):
@@ -163,18 +185,65 @@ def test_a_batch_that_fails_or_is_skipped_leaves_buffers_as_they_were(rank):
     assert module.first.momentum == 0.1
 
 
+def synchronised(rank, module):
+    ddp = DistributedDataParallel(module, process_group=rank.group)
+    for norm in (module.first, module.second):
+        norm.__class__, norm.process_group = Synchronised, rank.group  # DDP would look for a GPU
+    return ddp
+
+
 @on_ranks(2)
 def test_layers_that_pool_by_themselves_count_each_row_once(rank):
     rows = [8, 2]  # four pieces here, and one there, that runs again for nothing
     module, whole = Layers(), Layers()
-    ddp = DistributedDataParallel(module, process_group=rank.group)
-    for norm in (module.first, module.second):
-        norm.__class__, norm.process_group = Synchronised, rank.group  # DDP would look for a GPU
+    ddp = synchronised(rank, module)
     for batch in range(3):
         x = images(sum(rows), batch)
         whole(x)
         accumulate(ddp, ddp, shares(x, rows)[rank.rank], micro_batch_size=2)
         assert_exact(buffers(module.first), buffers(whole.first))
+
+
+@on_ranks(2)
+def test_layers_that_pool_by_themselves_are_exact_in_one_piece_of_each_process(rank):
+    rows, module, whole = [8, 2], Layers(), Layers()
+    ddp = synchronised(rank, module)
+    module.sometimes.eval()
+    accumulator = Accumulator(ddp)
+    for batch in range(3):
+        x = images(sum(rows), batch)
+        expected = whole_gradients(whole, lambda x=x: mean_square(whole)(x))
+        accumulator.backward(mean_square(ddp), shares(x, rows)[rank.rank])
+        assert_exact(take_gradients(module), expected)
+        assert_exact(buffers(module), buffers(whole))
+    with pytest.raises(
+        RankError, match="module.first \\(Synchronised\\), module.second \\(Synchronised\\): in training mode"
+    ):
+        Accumulator(ddp, num_micro_batches=2).backward(mean_square(ddp), x)
+    module.second.process_group = dist.group.WORLD  # others than the batch's, which is of two
+    with pytest.raises(RankError, match="BatchNormError: module.second \\(Synchronised\\): in training mode"):
+        accumulator.backward(mean_square(ddp), x)
+
+
+@on_ranks(2)
+def test_layers_that_exchange_something_want_one_backward_for_each_piece(rank):
+    ddp = synchronised(rank, Layers())
+    two = lambda x: {"a": Mean(ddp(x).square().sum(), len(x)), "b": ddp(x).mean()}  # noqa: E731
+    with pytest.raises(RankError, match="give counts= to .backward or .step"):
+        accumulate_loss(ddp, two, images(4), num_micro_batches=2)
+
+
+@pytest.mark.parametrize("rows", [[10, 0], [0, 10]], ids=str)
+@on_ranks(2)
+def test_the_only_piece_of_all_processes_is_the_whole_batch(rank, rows):
+    module, whole = Layers(), Layers()
+    ddp = DistributedDataParallel(module, process_group=rank.group)
+    for batch in range(2):
+        x = images(sum(rows), batch)
+        expected = whole_gradients(whole, lambda x=x: mean_square(whole)(x))
+        Accumulator(ddp).backward(mean_square(ddp), shares(x, rows)[rank.rank])
+        assert_exact(take_gradients(module), expected)
+        assert_exact(buffers(module), buffers(whole))
 
 
 @pytest.mark.parametrize("sync", ["once", "every"])

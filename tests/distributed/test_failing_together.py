@@ -281,6 +281,19 @@ def test_a_failure_where_the_reduction_overlaps(rank, at):
         accumulator.backward(loss_fn, data)
 
 
+def dying_in_the_reduction(rank):
+    """All is well with the pieces, and then one process ends where gradients are sent."""
+    model, data = Disturbing(), make_data()
+    ddp = DistributedDataParallel(model, process_group=rank.group)
+    if rank.rank:
+        ddp.register_comm_hook(None, lambda state, bucket: os._exit(1))
+    traces = Traces(model)
+    with pytest.raises(RankError, match="the other processes of the batch did not answer: one has ended") as caught:
+        Accumulator(ddp, micro_batch_size=2).backward(make_loss(ddp), data)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    traces.assert_none()
+
+
 def dying_in_a_sharded_model(rank):
     mesh = DeviceMesh.from_group(rank.group, "cpu")
     model, data = fully_shard(make_model(), mesh=mesh), make_data()
@@ -290,7 +303,7 @@ def dying_in_a_sharded_model(rank):
         )
 
 
-@pytest.mark.parametrize("name", ["dying", "dying_in_a_sharded_model"])
+@pytest.mark.parametrize("name", ["dying", "dying_in_the_reduction", "dying_in_a_sharded_model"])
 def test_a_process_that_dies_ends_the_others_and_none_is_left_behind(nursery, name):
     pair = Crew(nursery, 2, time_out=5)
     try:

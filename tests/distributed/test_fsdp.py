@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 from functools import partial
 
 import numpy as np
@@ -201,6 +202,38 @@ def test_tensor_parallel_models_work_as_in_one_process(rank):
     assert result.grad_norm.item() == pytest.approx(norm, rel=1e-12)
     moved = {name: (start[name] - parameter.full_tensor()).detach() for name, parameter in model.named_parameters()}
     assert_exact(moved, {name: gradient * 0.1 / norm for name, gradient in whole.items()}, tolerance=1e-4)
+
+
+def data_by_tensor(model):
+    """Tensor parallelism in pairs of processes, and the two pairs."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return mesh["data"]
+
+
+@pytest.mark.parametrize("sync", SYNC)
+@on_ranks(4)
+def test_shards_of_tensor_parallel_parameters(rank, sync):
+    model, data = make_model(), make_data()
+    whole = whole_gradients(model, lambda: make_loss(model)(data))
+    across = data_by_tensor(model)
+    fully_shard(model, mesh=across)
+    rows = [slice(0, 7), slice(7, 10)][across.get_local_rank()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own output, and about how it gathers the gradients
+        result = Accumulator(model, micro_batch_size=2, sync=sync).backward(
+            make_loss(model), tuple(tensor[rows] for tensor in data)
+        )
+        assert_exact(full_gradients(model), whole)
+    assert result.rows == 10
+
+
+@on_ranks(4)
+def test_ddp_around_a_tensor_parallel_module_is_refused(rank):
+    model = make_model()
+    ddp = DistributedDataParallel(model, device_mesh=data_by_tensor(model))
+    with pytest.raises(OptionError, match="makes new parameters in each forward.* use fully_shard for the data axis"):
+        Accumulator(ddp).backward(make_loss(ddp), make_data())
 
 
 @on_ranks(2)

@@ -225,11 +225,10 @@ class Accumulator:
             self._find_size(loss_fn, batch, counts, step)
             pieces = self._cut(batch, may_be_empty=processes.shared)
             opened.agreement.divisible = any(rows != 1 for rows in pieces.sizes)
-            found = self._statistics_to_pool(len(pieces) > 1 or processes.shared)
-            opened.statistics = statistics.Statistics(found)
             summed = counts and summed_counts([read_counts(counts(piece)) for piece, _ in pieces])
             own = Share(pieces.rows, len(pieces), summed)
             whole = opened.agreement.before(own)
+            opened.statistics = statistics.Statistics(self._statistics_to_pool(whole, processes))
             opened.begin(
                 own,
                 whole,
@@ -335,14 +334,15 @@ class Accumulator:
             self.discard()
             raise
 
-    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
-        """The modules whose batch statistics have to be pooled; what is not cut is the whole batch to them."""
-        found = statistics.keepers(self._model) if cut else {}
+    def _statistics_to_pool(self, whole: Share, processes: Alone) -> dict[str, Any]:
+        """The modules whose batch statistics have to be pooled, unless those that do not see all of it are refused."""
+        found = statistics.keepers(self._model) if whole.pieces != 1 or processes.shared else {}
         statistics.refuse_scripted(found)
+        cut = {name: one for name, one in found.items() if not statistics.sees_all(one, whole, processes)}
         if self._batch_norm == "refuse":
-            statistics.refuse(found)
-        elif found and not self._warned:
-            statistics.warn(found)
+            statistics.refuse(cut)
+        elif cut and not self._warned:
+            statistics.warn(cut)
             self._warned = True
         return found
 

@@ -86,6 +86,9 @@ class Agreement:
             yield
         except BaseException as error:
             if self._over:
+                if self._processes.shared and is_lost(error):  # while gradients were sent
+                    self._processes.reset()
+                    raise lost(error) from error
                 raise
             self._over = True
             failures = _failures(self._processes.told_failures())

@@ -78,7 +78,7 @@ class OpenBatch:
             self._counts,
             loss_scale=self._scale,
             small_range=scaler is not None or any(p.dtype == torch.float16 for p in self.parameters),
-            divided_last=self.processes.sharded or self.processes.overlaps,
+            divided_last=self.processes.lockstep or self.processes.overlaps,
         )
         # a scaler does not unscale 16 bits, so with one even a single piece is summed in more
         single = own.pieces == 1 and scaler is None

@@ -63,6 +63,10 @@ class Alone:
         """Whether nothing is left over from uses of the model outside the batch."""
         return True
 
+    def are_those_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether they are the processes of a group; None is the group of all that there are."""
+        return False
+
     def begin(self, clean: bool) -> None:
         """Exchange what the model's first forward would, so that no piece has to.
 
@@ -152,6 +156,9 @@ class Peers(Alone):
         # a device that is not the host would be waited for
         self._wire = torch.device("cpu") if torch.device("cpu") in group._device_types else device
 
+    def are_those_of(self, group: dist.ProcessGroup | None) -> bool:
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group)
+
     def begin(self, clean: bool) -> None:
         _batches[self.group.group_name] += 1
 
@@ -218,6 +225,8 @@ class Peers(Alone):
 def is_lost(error: BaseException) -> bool:
     """Whether an exchange with other processes has failed."""
     words = ("gloo", "NCCL", "closed by peer", "Timed out", "pair closure")
+    if isinstance(error, RankError):  # which says so already
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .._errors import OptionError, OptionTypeError, PlanError
 from . import _statistics as statistics
 from ._accumulator import Accumulator
+from ._agree import Share
 from ._lifetimes import Lifetimes, Timeline
 from ._loss import CountFunction, LossFunction
 from ._model import Model
@@ -181,9 +182,9 @@ class _Rehearsing(Accumulator):
     def _processes(self, sync: Sync) -> Alone:
         return Alone()
 
-    def _statistics_to_pool(self, cut: bool) -> dict[str, Any]:
+    def _statistics_to_pool(self, whole: Share, processes: Alone) -> dict[str, Any]:
         """What statistics of the batch mean for the gradient is not the question here."""
-        return statistics.keepers(self._model) if cut else {}
+        return statistics.keepers(self._model) if whole.pieces != 1 else {}
 
 
 def _device(model: Model, batch: Any) -> torch.device:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,8 +51,7 @@ class Replicas(Peers):
     def refuse(self) -> None:
         for module in self._modules:
             _refuse(module)
-        ranks = dist.get_process_group_ranks(self.group)
-        if any(dist.get_process_group_ranks(module.process_group) != ranks for module in self._modules):
+        if not all(self.are_those_of(module.process_group) for module in self._modules):
             raise OptionError("the model's DDP modules belong to process groups of different ranks: give each its own")
 
     @property
@@ -178,6 +176,11 @@ def _refuse(module: DistributedDataParallel) -> None:
         raise OptionError(
             "DistributedDataParallel(mixed_precision=...) exchanges the parameters' contents within each forward, and "
             "is not supported: use torch.autocast in the loss function, and a communication hook to send less"
+        )
+    if any(hasattr(parameter, "_st_info") for parameter in module.parameters()):
+        raise OptionError(
+            "DistributedDataParallel(device_mesh=...) around a tensor-parallel module makes new parameters in each "
+            "forward, and is not supported: use fully_shard for the data axis of the mesh"
         )
     if module._use_python_reducer or module._delay_all_reduce_params:
         raise OptionError(

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._errors import BatchNormError
+from ._agree import Share
 from ._model import Model
 from ._peers import Alone
 from ._pools import Pool, pool_over
@@ -34,6 +35,13 @@ _SCRIPTED = {f"BatchNorm{axes}d" for axes in (1, 2, 3)}
 def keepers(model: Model) -> dict[str, _NormBase]:
     """The modules that a cut would change, by name: those in use with statistics of the batch."""
     return {name: module for name, module in model.named_modules().items() if _sees_the_batch(module)}
+
+
+def sees_all(keeper: _NormBase, whole: Share, processes: Alone) -> bool:
+    """Whether a module sees the whole batch at once: in the only piece, or as SyncBatchNorm in one of each process."""
+    if isinstance(keeper, nn.SyncBatchNorm) and whole.turns == 1:
+        return processes.are_those_of(keeper.process_group)
+    return whole.pieces == 1
 
 
 def refuse(found: dict[str, _NormBase], *, in_a_loop: bool = False) -> None:

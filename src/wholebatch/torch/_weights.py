@@ -41,8 +41,8 @@ class Weights:
         counts: each term's count over the whole batch, where `counts=` gave them.
         loss_scale: what every seed is multiplied by besides, a scalar tensor.
         small_range: gradients pass through float16, where sums overflow that means would not.
-        divided_last: the sums of several processes are added up before they are divided, so that none may have a
-            scale of its own, nor a second buffer.
+        divided_last: what several processes compute meets before it is divided, so that none may have a scale of its
+            own, nor a second buffer.
     """
 
     def __init__(
