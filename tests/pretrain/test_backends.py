@@ -90,6 +90,17 @@ def test_an_overflow_in_half_precision_leaves_the_step_out(backend):
     assert (made.state().weights["tokens.weight"] == before).all()
 
 
+def test_the_unsplit_step_in_half_precision_is_scaled_too():
+    """The first step moves each weight by about the learning rate."""
+    rows = np.random.default_rng(0).integers(257, size=(5, 9))
+    ours, plain, begun = (torch_backend.make(tiny_settings(precision="fp16"), 257, Ranks.alone()) for _ in range(3))
+    ours.step(rows, 1, 0.01)
+    plain.plain_step([rows], 1, 0.01)
+    weights = [made.state().weights["blocks.0.up.weight"] for made in (ours, plain, begun)]
+    assert np.abs(weights[0] - weights[1]).mean() < 1e-3
+    assert np.abs(weights[0] - weights[2]).mean() > 5e-3
+
+
 MEMORY = [
     (torch_backend, torch.OutOfMemoryError("CUDA out of memory.")),
     (torch_backend, MemoryError()),

@@ -27,6 +27,7 @@ FILES = [
     ("rows.jsonl", b"\n \n", ["--field", "text"], "is empty: there is nothing to train on"),
     ("rows.jsonl", b'{"text": "\xfc"}', ["--field", "text"], "is not JSON: 'utf-8' codec can't decode byte 0xfc"),
     ("rows.jsonl", lines({"text": "x"}, {"body": "y"}), ["--field", "text"], "has no text in the field 'text': it has body"),
+    ("rows.jsonl", lines({"text": "\ud800"}), ["--field", "text"], "has half a character (a lone surrogate) in the field"),
     ("rows.jsonl", lines({"text": 3}), ["--field", "text"], "has no text in the field 'text'"),
     ("rows.jsonl", lines([1]), ["--field", "text"], "has no text in the field 'text': it has list"),
 ]  # fmt: skip

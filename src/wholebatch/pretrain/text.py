@@ -109,6 +109,10 @@ def _field(where: str, line: bytes, field: str) -> str:
     if not isinstance(value, str):
         keys = ", ".join(map(str, document)) if isinstance(document, dict) else type(document).__name__
         raise DataError(f"{where} has no text in the field {field!r}: it has {keys}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} has half a character (a lone surrogate) in the field {field!r}: remove it") from error
     return value
 
 
