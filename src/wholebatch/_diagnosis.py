@@ -123,7 +123,8 @@ def diagnose(probe: Probe) -> Finding:
 
 def _is_noise(probe: Probe) -> bool:
     """Whether an error in low precision is as small as that of adding up the same rows in another order."""
-    if probe.eps < 1e-15 or probe.suspects or not probe.error <= min(512 * probe.eps, 0.05):
+    changes = {"randomness", "state"} & {*probe.suspects}
+    if probe.eps < 1e-15 or changes or not probe.error <= min(512 * probe.eps, 0.05):
         return False
     noise = max(order_matters(probe.rows, _view(probe, term, frozenset())) for term in probe.terms())
     return math.isfinite(noise) and probe.error <= NOISE * noise
@@ -158,7 +159,7 @@ def _view(probe: Probe, term: str, off: frozenset[Cause]) -> Observe:
 
 def _may_not_be_rows(probe: Probe, observe: Observe) -> bool:
     """Rows have no order: if shuffling all arrays alike changes the gradient, they hold something else."""
-    return observe([0]) is None or order_matters(probe.rows, observe) > max(1e-9, 256 * probe.eps)
+    return order_matters(probe.rows, observe) > max(1e-9, 256 * probe.eps)
 
 
 def _difference(before: float, after: float) -> float:

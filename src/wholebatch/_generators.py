@@ -12,6 +12,9 @@ FAR = 50_000
 """How many objects are looked at for generators."""
 
 
+_HOLDS_NOTHING = (str, bytes, int, float, type, ModuleType, type(None))
+
+
 class PythonGenerators:
     """As they were when this was made.
 
@@ -56,13 +59,16 @@ def kept_generators(*holders: Any) -> list[Any]:
     waiting, seen = deque(holders), {id(holder): holder for holder in holders}
     while waiting and len(seen) < FAR:
         thing = waiting.popleft()
-        if _is_generator(thing):
-            found.append(thing)
+        try:
+            if _is_generator(thing):
+                found.append(thing)
+                continue
+            held = [inner for inner in _held_by(thing) if not isinstance(inner, _HOLDS_NOTHING)]
+        except Exception:  # a proxy may refuse to be looked at
             continue
-        for inner in _held_by(thing):
-            if id(inner) not in seen and not isinstance(inner, str | bytes | int | float | type | ModuleType | None):
-                seen[id(inner)] = inner
-                waiting.append(inner)
+        new = {id(inner): inner for inner in held if id(inner) not in seen}
+        seen |= new
+        waiting += new.values()
     return found
 
 

@@ -19,6 +19,7 @@ from conformance.cases import (
     make_params,
 )
 from reference import assert_exact
+from wholebatch.torch import check
 
 PARAMS = make_params()
 NEEDS_COUNTS_BEFOREHAND = ("two means with counts of their own", "one mean beside a scalar and a sum")
@@ -112,3 +113,23 @@ def test_the_naive_loop_itself_is_right_where_pieces_are_equal():
     batch = make_batch(ROWS)
     _, whole = adapter.whole(LOSSES["scalar"].whole, PARAMS, batch)
     assert_exact(adapter.naive_mean_of_means(LOSSES["scalar"].whole, PARAMS, batch, [5, 5]), whole)
+
+
+def checked(loss):
+    leaves, batch = adapter.make_leaves(PARAMS), adapter.to_torch(make_batch(ROWS))
+    return check(leaves.values(), lambda piece: loss(leaves, piece, torch), batch)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_check_finds_every_loss_form_exact(loss):
+    report = checked(loss.split)
+    assert report.exact
+    assert report.cause is None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_check_says_what_is_wrong_with_the_same_as_one_scalar(name):
+    """The objective of the whole is what a script returns that knows no ratios; the first row has no tokens."""
+    by_rows, sums = ("scalar", "mean over rows"), ("sum", "scalar and sum")
+    cause = checked(LOSSES[name].whole).cause
+    assert cause == (None if name in by_rows else "sum-as-mean" if name in sums else "mean-of-means")

@@ -96,6 +96,7 @@ def test_the_rule_that_is_broken_is_found(per, loss, cause, rows):
 def test_two_rows_tell_a_sum_from_a_weighted_mean():
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(total(list(rows))), EPS) == "sum-as-mean"
     assert rule_broken(Per.ROWS, 2, lambda rows: Observation(weighted(list(rows))), EPS) == "mean-of-means"
+    assert rule_broken(Per.ROWS, 2, lambda rows: Observation(coupled(list(rows))), EPS) == "coupled-rows"
     assert rule_broken(Per.ROWS, 1, lambda rows: Observation(total(list(rows))), EPS) is None
 
 
@@ -114,6 +115,28 @@ def test_rows_that_alone_hold_the_same_of_both_do_not_tell_two_means_apart():
     def observe(rows):
         rows = list(rows)
         return Observation(held[rows] @ EACH[rows] / held[rows].sum() + mean(rows)[::-1])
+
+    assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
+
+
+@pytest.mark.parametrize("several", [2, 3])
+def test_what_fails_where_rows_are_taken_twice_is_not_explained_by_two_means(several):
+    def observe(rows):
+        rows = list(rows)
+        if len(set(rows)) == several < len(rows):
+            return None
+        return Observation(weighted(rows) + weighted_otherwise(rows))
+
+    assert rule_broken(Per.ROWS, 3, observe, EPS) == "coupled-rows"
+
+
+def test_parts_that_happen_to_hold_what_is_their_share_hide_nothing():
+    """Of 4 tokens for each row on average, the first parts hold just that, and only others do not."""
+    held = np.array([4.0, 4, 4, 4, 4, 5, 3])
+
+    def observe(rows):
+        rows = list(rows)
+        return Observation(held[rows] @ EACH[rows] / held[rows].sum())
 
     assert rule_broken(Per.ROWS, ROWS, observe, EPS) == "mean-of-means"
 
@@ -222,6 +245,8 @@ def test_behind_randomness_that_cannot_be_switched_off_nothing_is_seen():
     summed = lambda r: Observation(total(r))  # noqa: E731
     assert set(diagnose(Fake(loss=summed, **given)).causes) == {R, "sum-as-mean"}
     assert diagnose(Fake(loss=summed, by_row=True, **given)) == Finding((R,))
+    given["without"] = {frozenset([R]): 0.0}
+    assert diagnose(Fake(by_row=True, **given)).exact_without_randomness, "which is seen all the same"
 
 
 def test_what_changes_nothing_is_no_cause():
@@ -263,6 +288,9 @@ def test_small_errors_in_low_precision_are_rounding_if_any_order_makes_them():
     low = {"eps": 1.2e-7, "tolerance": 1e-6, "error": 2e-5}
     assert diagnose(Fake(loss=rounded, **low)) == Finding(("rounding",))
     assert diagnose(Fake(loss=lambda r: Observation(total(r)), **low)).causes == ("sum-as-mean",)
+    assert diagnose(Fake(loss=rounded, suspects=(B,), **low)) == Finding(("rounding",)), "also in training mode"
+    by_chance = Fake(loss=rounded, suspects=(R,), certain=frozenset([R]), without={frozenset([R]): 0.0}, **low)
+    assert diagnose(by_chance).causes == (R,)
 
 
 def test_layouts_are_those_that_have_rows():

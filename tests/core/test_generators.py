@@ -49,6 +49,16 @@ def test_the_globals_that_functions_and_methods_name_are_found():
     assert kept_generators(lambda: 0, Holder, random.SystemRandom()) == []
 
 
+def test_what_refuses_to_be_looked_at_is_left_alone():
+    class Proxy:
+        @property
+        def __class__(self):
+            raise RuntimeError("outside of its context")
+
+    found = kept_generators([Proxy()], lambda one=ONE: one)
+    assert found == [ONE]
+
+
 def test_what_is_endless_comes_to_an_end():
     ring = []
     ring.append(ring)

@@ -1,5 +1,6 @@
 """Several processes under `torchrun`: the same run, and one writer of files."""
 
+import json
 import os
 import signal
 import socket
@@ -106,4 +107,7 @@ def test_two_processes_with_unequal_shares_are_one(train, text, tmp_path):
     two, one = records(tmp_path / "two"), records(train("--precision", "fp64", out="one").folder)
     for name in ("loss", "grad_norm"):
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-12, rel=0)
+    needed = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("two", "one")]
+    buckets = 8 * needed[0]["parameters"]
+    assert needed[0]["memory_by_rows"]["2"] - needed[1]["memory_by_rows"]["2"] == pytest.approx(buckets, rel=0.1)
     assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], abs=1e-12)

@@ -429,6 +429,37 @@ over_rows(
     "randomness", "noise in the loss", lambda m, b: losses(m, {**b, "x": b["x"] + torch.randn_like(b["x"])}).mean()
 )
 over_rows("randomness", "Gumbel noise", lambda m, b: (F.gumbel_softmax(logits(m, b), tau=0.5) * b["x"][:, :3]).mean())
+over_rows(
+    "randomness",
+    "so much dropout that few draws leave a gradient",
+    lambda m, b: F.dropout(logits(m, b), 0.9).square().mean(),
+)
+over_rows(
+    "randomness",
+    "noise for the rows of a class, of which a piece may have none",
+    lambda m, b: (
+        losses(m, b)
+        * torch.ones_like(b["x"][:, 0]).masked_scatter(b["y"] == 0, torch.randn(int((b["y"] == 0).sum())).to(b["x"]))
+    ).mean(),
+)
+over_rows(
+    "randomness",
+    "dropout as it is on GPUs",
+    lambda m, b: torch.native_dropout(logits(m, b), 0.5, True)[0].square().mean(),
+)
+
+
+@case("randomness", "a layer that is seldom left out")
+def seldom_left_out():
+    model = mlp()
+
+    def loss_fn(b):
+        return cross_entropy(model)({**b, "x": b["x"] * 0.5 if torch.rand(()) < 0.35 else b["x"]})
+
+    torch.manual_seed(10)  # with which two runs are alike, and the third is not
+    return model, loss_fn, rows()
+
+
 over_rows("randomness", "Python's random numbers", lambda m, b: losses(m, b).mean() * __import__("random").random())
 over_rows(
     "randomness", "NumPy's random numbers", lambda m, b: losses(m, b).mean() * float(__import__("numpy").random.rand())
@@ -440,6 +471,12 @@ over_rows(
     lambda: nn.ModuleList([nn.Embedding(11, 6), Tokens()]),
     tokens,
 )
+
+
+@case("randomness", "dropout within a recurrent net, where time is first")
+def recurrent_dropout():
+    model = nn.GRU(4, 8, num_layers=2, dropout=0.3, batch_first=True)
+    return model, lambda x: model(x)[0].square().mean(), torch.randn(ROWS, LENGTH, 4)
 
 
 @case("randomness", "a generator of its own")
@@ -581,6 +618,17 @@ def class_weights():
     return (
         model,
         lambda b: Mean.of(F.cross_entropy(model(b["x"]), b["y"], reduction="none") * b["weight"][b["y"]]),
+        batch,
+    )
+
+
+@case("wrong-axis", "class weights as long as the batch, beside integers")
+def class_weights_beside_integers():
+    model = nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, ROWS))
+    batch = {"ids": tokens()["ids"], "y": torch.randint(ROWS, (ROWS,)), "weight": torch.rand(ROWS)}
+    return (
+        model,
+        lambda b: (F.cross_entropy(model(b["ids"]), b["y"], reduction="none") * b["weight"][b["y"]]).mean(),
         batch,
     )
 

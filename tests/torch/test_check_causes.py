@@ -147,8 +147,15 @@ def test_a_distributed_model_is_judged(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(mlp())
-        assert check(model, lambda b: model(b["x"]).square().mean(), rows()).exact
+        synchronised = []
+
+        def loss_fn(b):
+            synchronised.append(model.require_backward_grad_sync)
+            return model(b["x"]).square().mean()
+
+        assert check(model, loss_fn, rows()).exact
         assert check(model, lambda b: model(b["x"]).square().sum(), rows()).cause == "sum-as-mean"
+        assert not any(synchronised)
         assert model.require_backward_grad_sync
     finally:
         torch.distributed.destroy_process_group()

@@ -344,20 +344,72 @@ def under_autocast(model, dtype=torch.bfloat16):
     return loss_fn
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "tied",
-        "Conv1D",
-        "without biases",
-        "frozen",
-        "checkpoint, reentrant",
-        "checkpoint, not reentrant",
-        "a weight used twice",
-        "hooks on parameters",
-    ],
-)
+OF_ROWS = [
+    "plain",
+    "tied",
+    "Conv1D",
+    "without biases",
+    "frozen",
+    "checkpoint, reentrant",
+    "checkpoint, not reentrant",
+    "a weight used twice",
+    "hooks on parameters",
+]
+
+
+@pytest.mark.parametrize("name", [*OF_ROWS, "a gradient in the loss"])
+def test_in_float32_gradients_are_those_that_autograd_sums(name):
+    model = MODELS[name]().float()
+    assert_same_as_autograds(model, make_loss(model), torch.float32)
+
+
+@dataclass
+class Products(TorchDispatchMode):
+    """Counts the matrix products of oneDNN."""
+
+    seen: int = 0
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.mkldnn._linear_pointwise.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_onednn(model, make_loss=make_loss):
+    with Products() as watch:
+        Accumulator(model, micro_batch_size=5, in_place=True).backward(make_loss(model), make_ids())
+    return watch.seen
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch calls another library than MKL")
+def test_in_float32_products_are_onednns_unless_they_are_differentiated(monkeypatch):
+    forwards_and_backwards = 2 * 3 * 2  # pieces, layers
+    assert products_of_onednn(Language().float()) == forwards_and_backwards
+    assert products_of_onednn(Language()) == 0
+    assert products_of_onednn(Language().float(), under_autocast) == 0
+    twice = products_of_onednn(Penalised().float())  # in the loss `up` is reached through `down` and the head
+    assert twice == forwards_and_backwards
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
+    assert products_of_onednn(Language().float()) == 0
+
+
+@pytest.mark.parametrize("shape", [(7, WIDTH), (2, 3, WIDTH), (2, 0, WIDTH), (1, WIDTH), (WIDTH,), (4, 1, 2, WIDTH)])
+@pytest.mark.parametrize("bias", [None, torch.arange(4.0)])
+def test_products_are_the_same_for_rows_of_any_shape(shape, bias):
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(shape, generator=draw), torch.randn(4, WIDTH, generator=draw)
+    wide = torch.randn(*shape[:-1], 2 * WIDTH, generator=draw)[..., ::2]
+    with torch.no_grad():
+        for given, factor in ((x, weight), (wide, weight), (x, weight.t().contiguous().t())):
+            expected = functional.linear(given.double(), factor.double(), None if bias is None else bias.double())
+            product = formulas._linear(given, factor, bias)
+            assert product.is_contiguous()
+            torch.testing.assert_close(product, expected.float())
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
 def test_under_autocast_gradients_are_those_that_autograd_sums(name):
     model = MODELS[name]().float()
     assert_same_as_autograds(model, under_autocast(model), torch.bfloat16)

@@ -217,6 +217,7 @@ def test_rows_that_see_each_other_cannot_be_split():
     report = check(model, lambda piece: model(**piece, return_loss=True).loss, batch)
     assert report.error > 1e-3
     assert not report.exact
+    assert report.cause == "coupled-rows"
     assert report.failure is None
 
 
@@ -226,6 +227,7 @@ def test_load_balancing_is_a_product_of_means_and_cannot_be_split():
     del batch["labels"]
     report = check(model, lambda piece: model(**piece).aux_loss, batch)
     assert not report.exact
+    assert report.cause == "coupled-rows"
     assert report.error > 1e-3
 
 

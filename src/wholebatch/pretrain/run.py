@@ -91,22 +91,21 @@ def _run(request: Request, screen: Screen, ranks: Ranks) -> Ended:
     screen.note("reading the text ...")
     corpus = _corpus(settings, request.cache, folder, saved, ranks)
     backend = load(settings, corpus.tokenizer.size, ranks)
-    if not saved:
-        screen.note("finding out how much memory a step needs ...")
-    facts = saved.facts if saved else _facts(settings, corpus, backend, ranks)
-    backend.use(facts["micro_batch_size"])
     if saved:
+        done, facts = saved.step, saved.facts
+        backend.use(facts["micro_batch_size"])
         backend.load(saved.state())
     else:
-        facts["loss_before"] = backend.evaluate(loop.validation_rows(settings, corpus))
-    done = saved.step if saved else 0
+        screen.note("finding out how much memory a step needs ...")
+        done, facts = 0, _facts(settings, corpus, backend, ranks)
+    facts |= {"ranks": ranks.size, "device": backend.device}
     ranks.wait()  # all have read what the first will soon replace
 
     screen.start(beginning(facts, done), settings.steps, done)
     if ranks.first:
         folder.prepare(anew=not saved)
     with (
-        Writer(folder, backend, facts, keep=settings.keep, saved=saved.step if saved else None)
+        Writer(folder, backend, facts, keep=settings.keep, saved=done if saved else None)
         if ranks.first
         else nullcontext() as writer,
         loop.Interruption() as interruption,
@@ -167,10 +166,11 @@ def _refuse_other_settings(settings: Settings, folder: Folder, saved: Checkpoint
 
 
 def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -> Facts:
-    """What is found out once and holds for the whole run; the micro-batch only until memory runs out."""
+    """What is found out before the first step and kept; the micro-batch only until memory runs out."""
     share = np.array_split(loop.rows_of_step(settings, corpus, 1), ranks.size)[0]
     memory = settings.memory if settings.micro_batch_size is None else UNLIMITED
     planned = ranks.from_first(lambda: backend.plan(share, memory))
+    backend.use(planned.micro_batch_size)
     return {
         "settings": settings.as_dict(),
         "text": corpus.digest,
@@ -179,10 +179,9 @@ def _facts(settings: Settings, corpus: Corpus, backend: Backend, ranks: Ranks) -
         "tokenizer": tokenizer.digest(corpus.tokenizer),
         "tokenizer_name": corpus.tokenizer.name,
         "parameters": sum(int(np.prod(shape)) for shape in shapes(settings, corpus.tokenizer.size).values()),
-        "ranks": ranks.size,
-        "device": backend.device,
         "micro_batch_size": planned.micro_batch_size,
         "memory_by_rows": {str(rows): peak for rows, peak in planned.curve.items()},
+        "loss_before": backend.evaluate(loop.validation_rows(settings, corpus)),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES[settings.backend]},

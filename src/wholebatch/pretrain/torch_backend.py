@@ -118,9 +118,8 @@ class TorchBackend:
         return report
 
     def plan(self, rows: Rows, memory: int) -> Planned:
-        whole = plan(
-            self._model, self._loss_fn(self._model), torch.from_numpy(rows), memory=memory, optimizer=self._optimizer
-        )
+        model = self._trained
+        whole = plan(model, self._loss_fn(model), torch.from_numpy(rows), memory=memory, optimizer=self._optimizer)
         return planned(whole, self._settings.micro_batch_size)
 
     def peak_memory(self) -> int | None:

@@ -102,6 +102,7 @@ class _Check:
             lambda loss_fn, batch: self._make_trial(loss_fn, batch, sums, prepare),
             self._loss_fn,
             self._batch,
+            prepare,
             lambda eps: tolerance(eps, max(cuts)),
         )
         return report_on(probe, cuts)
@@ -114,6 +115,7 @@ class _Check:
                     self._batch,
                     self._loss_fn,
                     lambda loss_fn, batch: self._make_trial(loss_fn, batch, sums, prepare),  # noqa: B023
+                    prepare,
                     NOTHING_OFF,
                     1e-6,
                 )

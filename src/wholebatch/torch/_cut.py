@@ -76,12 +76,13 @@ class Cut:
             return
         parts, build = disassembled(to_device(self._batch, device, whole=True))
         elsewhere = device is not None and any(part.device != device for part in parts)
-        sizes = [size or 0 for size in self.sizes]
+        sizes = [size for size in self.sizes if size is not None]
         rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for start in range(0, len(rows), _VIEWS):
-            views = [[part[some] for some in rows[start : start + _VIEWS]] for part in parts]
-            for views_of_piece, size in zip(zip(*views, strict=True), sizes[start:], strict=False):
-                piece = build(views_of_piece)
+            some = slice(start, start + _VIEWS)
+            views = [[part[of_piece] for of_piece in rows[some]] for part in parts]
+            for size, *of_parts in zip(sizes[some], *views, strict=True):
+                piece = build(of_parts)
                 yield to_device(piece, device) if elsewhere else piece, size
 
     def turns(self, number: int, device: torch.device | None) -> Iterator[tuple[Any, int | None]]:

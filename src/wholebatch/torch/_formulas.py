@@ -44,11 +44,11 @@ class Linear(Formulas):
 
     @staticmethod
     def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight
+        return _linear(g, weight.t())
 
     @staticmethod
     def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
@@ -64,12 +64,11 @@ class Conv1D(Formulas):
 
     @staticmethod
     def output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
-        return torch.addmm(bias, by_row(x), weight).view(*x.shape[:-1], weight.shape[1])
+        return _linear(x, weight.t(), bias)
 
     @staticmethod
     def of_input(weight: Tensor, g: Tensor) -> Tensor:
-        return g @ weight.t()
+        return _linear(g, weight)
 
     @staticmethod
     def of_weight(module: Any, x: Tensor, g: Tensor) -> Tensor:
@@ -107,6 +106,27 @@ class Embedding(Formulas):
 def by_row(tensor: Tensor) -> Tensor:
     """Rows of the last axis, whatever is before it."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, where it is at hand by oneDNN: with few rows it takes half the time of MKL, which torch calls."""
+    if _suits_onednn(x, weight):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    return functional.linear(x, weight, bias)
+
+
+def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether it can, and is faster; it has no derivative of its own, which a backward to be differentiated needs."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.numel() > x.shape[-1]
+        and not torch.is_grad_enabled()
+        and torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch._C._get_mkldnn_enabled()
+    )
 
 
 def _add_product(sum: Tensor, a: Tensor, b: Tensor) -> None:

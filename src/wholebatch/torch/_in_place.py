@@ -28,7 +28,7 @@ from ._sums import GradientSums, owner
 
 InPlace = bool | Literal["auto"]
 
-WORTH_IT = 2**20
+WORTH_IT = 2**18
 """Entries of a weight from which on a pass over it costs more than a backward written in Python."""
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -64,7 +64,7 @@ def summing_in_place(model: Model, sums: GradientSums, least: int) -> Iterator[N
 
 def _times(device: torch.device) -> int:
     """How many times more entries make it worth while, where memory is faster and each call costs the host as much."""
-    return 1 if device.type == "cpu" else 16
+    return 1 if device.type == "cpu" else 64
 
 
 def _layers(modules: list[nn.Module]) -> Iterator[nn.Module]:

@@ -30,6 +30,7 @@ class TorchProbe:
         make_trial: for the same in another layout.
         loss_fn: the user's.
         batch: the user's, all of it.
+        prepare: gives tensors the precision that is being used.
         tolerance: how large an error may be, by the precision that takes part.
     """
 
@@ -39,9 +40,11 @@ class TorchProbe:
         make_trial: MakeTrial,
         loss_fn: LossFunction,
         batch: Any,
+        prepare: Callable[[Any], Any],
         tolerance: Callable[[float], float],
     ) -> None:
         self._trial, self._make_trial, self._loss_fn, self._batch = trial, make_trial, loss_fn, batch
+        self._prepare = prepare
         self.rows = trial.rows
         seen = _LeastPrecise()
         trial.reset()
@@ -93,7 +96,7 @@ class TorchProbe:
         return bool(watch.seen)
 
     def other_layout(self, off: frozenset[Cause] = NOTHING_OFF) -> str | None:
-        return exact_layout(self._batch, self._loss_fn, self._make_trial, off, self.tolerance)
+        return exact_layout(self._batch, self._loss_fn, self._make_trial, self._prepare, off, self.tolerance)
 
     def _look_for_changes(self, first: Gradients) -> None:
         """Run it again: nothing may have changed, unless by chance or by what it left behind."""
@@ -120,13 +123,18 @@ class TorchProbe:
 
 
 def exact_layout(
-    batch: Any, loss_fn: LossFunction, make_trial: MakeTrial, off: frozenset[Cause], tolerance: float
+    batch: Any,
+    loss_fn: LossFunction,
+    make_trial: MakeTrial,
+    prepare: Callable[[Any], Any],
+    off: frozenset[Cause],
+    tolerance: float,
 ) -> str | None:
     """The first other layout of a batch in which a split is exact, in words."""
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors(batch) if tensor.dim()}
     for what, layout in other_layouts(shapes):
         try:
-            trial = make_trial(*_laid_out(batch, loss_fn, layout))
+            trial = make_trial(*_laid_out(batch, loss_fn, layout, prepare))
             exact = trial.rows > 1 and trial.error_without(off, [2, min(3, trial.rows)]) <= tolerance
             if exact and any(rows_matter(trial.rows, trial.view(term, off)) for term in trial.terms):
                 return what
@@ -135,30 +143,23 @@ def exact_layout(
     return None
 
 
-def _laid_out(batch: Any, loss_fn: LossFunction, layout: Layout) -> tuple[LossFunction, list[Tensor]]:
+def _laid_out(
+    batch: Any, loss_fn: LossFunction, layout: Layout, prepare: Callable[[Any], Any]
+) -> tuple[LossFunction, list[Tensor]]:
     """The loss as a function of the tensors that are cut, with their rows on the leading axis."""
     axes = [layout.get(path) for path, _ in tensors(batch)]
-    given = [tensor for _, tensor in tensors(batch)]
-    cut = [tensor.movedim(axis, 0) for tensor, axis in zip(given, axes, strict=True) if axis is not None]
+    given = list(zip((tensor for _, tensor in tensors(batch)), axes, strict=True))
+    cut = [tensor.movedim(axis, 0) for tensor, axis in given if axis is not None]
+    whole = [prepare(tensor) for tensor, axis in given if axis is None]
 
     def loss_of_cut(piece: list[Tensor]) -> Any:
-        rows = iter(piece)
-
-        def placed(i: int) -> Tensor:
-            axis = axes[i]
-            if axis is not None:
-                return next(rows).movedim(0, axis)
-            like = piece[0]
-            return given[i].to(like.device, like.dtype if _both_floating(given[i], like) else None)
-
-        leaves = iter([placed(i) for i in range(len(given))])
+        rows, others = iter(piece), iter(whole)
+        leaves = iter(
+            [next(others).to(piece[0].device) if axis is None else next(rows).movedim(0, axis) for axis in axes]
+        )
         return loss_fn(map_tensors(lambda _: next(leaves), batch))
 
     return loss_of_cut, cut
-
-
-def _both_floating(one: Tensor, other: Tensor) -> bool:
-    return one.is_floating_point() and other.is_floating_point()
 
 
 class _LeastPrecise(TorchDispatchMode):

@@ -80,10 +80,15 @@ class SameDraws(TorchDispatchMode):
     """Every row draws what the first one drew, in every call, so that chance does not tell pieces from the whole.
 
     The n-th draw of a call is the n-th of the first call, whatever its number of rows.
+
+    Args:
+        axes: how many leading axes may be the one of the rows; within recurrent nets it is the second.
+        seed: makes other draws; None for those that the loss would make first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axes: int = 1, seed: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._axes, self.seed = axes, seed
         self._drawn: dict[Any, Tensor] = {}
         self._draws = 0
 
@@ -104,9 +109,10 @@ class SameDraws(TorchDispatchMode):
         return returned
 
     def _repeat(self, drawn: Tensor) -> None:
-        key = (self._draws, drawn.shape[1:])
+        alike = min(self._axes, drawn.dim())
+        key = (self._draws, drawn.shape[alike:])
         self._draws += 1
-        if drawn.dim() and not len(drawn):
+        if not drawn.numel():
             return
-        first = self._drawn.setdefault(key, drawn[:1].clone() if drawn.dim() else drawn.clone())
+        first = self._drawn.setdefault(key, drawn[(0,) * alike].clone())
         drawn.copy_(first.expand_as(drawn))

@@ -67,7 +67,6 @@ class Trial:
         self.terms: dict[str, Per] = {}
         self._same_draws = SameDraws()
         self._draws: SameDraws | None = None
-        self._seed: int | None = None
         self._keeps_buffers = True
 
     def whole(self, watching: Any = None) -> Gradients:
@@ -92,16 +91,11 @@ class Trial:
     def error_without(self, off: frozenset[Cause], cuts: Sequence[int]) -> float:
         """The largest error with these effects switched off."""
         with self.without(off):
-            for seed in range(SEEDS if "randomness" in off else 1):
-                try:
-                    if seed:
-                        self._seed, self._same_draws = seed, SameDraws()
-                        self._draws = self._same_draws
-                    with self._draws or _nothing():
-                        return largest_error(self.errors(cuts))
-                except BatchError:
-                    continue
-        return math.inf
+            if "randomness" not in off:
+                return self._largest_error(cuts)
+            first, second = (self._error_of_draws(axes, cuts) for axes in (1, 2))
+            error, self._same_draws = second if second[0] < first[0] / 2 else first
+            return error
 
     def observe(self, term: str, off: frozenset[Cause], rows: Sequence[int]) -> Observation | None:
         """One term's gradient for these rows, from the start."""
@@ -163,6 +157,22 @@ class Trial:
             for module, training in modes:
                 module.training = training
 
+    def _largest_error(self, cuts: Sequence[int]) -> float:
+        try:
+            return largest_error(self.errors(cuts))
+        except BatchError:
+            return math.inf
+
+    def _error_of_draws(self, axes: int, cuts: Sequence[int]) -> tuple[float, SameDraws]:
+        """With the first draws that leave a gradient."""
+        for seed in range(SEEDS):
+            self._draws = draws = SameDraws(axes, seed or None)
+            with draws:
+                error = self._largest_error(cuts)
+            if error < math.inf:
+                break
+        return error, draws
+
     def _error(self, whole: Gradients, pieces: int) -> dict[str, float]:
         several = sum(per is Per.OWN_COUNT for per in self.terms.values()) > 1
         self.reset()
@@ -178,8 +188,8 @@ class Trial:
 
     def _restore_generators(self) -> None:
         self.start.restore_generators()
-        if self._seed is not None:
-            torch.manual_seed(self._seed)
+        if self._draws is not None and self._draws.seed is not None:
+            torch.manual_seed(self._draws.seed)
 
     def _counts(self, piece: Any) -> dict[str, Any]:
         """What a user of several terms would give, from the loss itself."""
