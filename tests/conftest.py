@@ -3,7 +3,11 @@
 import os
 import sys
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("machines may be busy", deadline=None)
+hypothesis.settings.load_profile("machines may be busy")
 
 # Programs here run for milliseconds: time spent on optimising them is lost.
 QUICK_TO_COMPILE = (

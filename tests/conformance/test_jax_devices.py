@@ -45,7 +45,7 @@ def test_every_structure(structure):
     assert_conforms(LOSSES["mean over masked tokens"], ROWS, over(4, micro_batch_size=20), structure)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(
     loss=st.sampled_from(sorted(LOSSES)),
     devices=st.sampled_from([2, 4, 8]),

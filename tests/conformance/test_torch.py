@@ -71,7 +71,7 @@ def test_one_row(loss):
     assert_conforms(loss, 1, {"micro_batch_size": 4}, STRUCTURES["dict"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     loss=st.sampled_from(sorted(LOSSES)),
     rows=st.integers(1, 12),

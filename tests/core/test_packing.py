@@ -32,7 +32,7 @@ def partitions(rows):
             yield [*groups[:i], [first, *group], *groups[i + 1 :]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, budget=st.integers(9, 40))
 def test_no_partition_under_the_cap_costs_less(lengths, budget):
     groups = packed(lengths, budget)
