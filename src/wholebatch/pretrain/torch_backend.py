@@ -130,7 +130,7 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._steps += 1
-        with self._peak.watching(self._held()) if self._steps <= STEPS_TO_WATCH else nullcontext():
+        with self._peak.watching(self._held) if self._steps <= STEPS_TO_WATCH else nullcontext():
             yield
 
     def _held(self) -> int:

@@ -1,7 +1,7 @@
 """How many bytes of tensors a step holds at its largest, as the allocator counts them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,22 +9,25 @@ import torch
 
 
 class Peak:
-    """The most bytes held during what runs within `watching`; elsewhere nothing is slowed down."""
+    """The most bytes held during what last ran within `watching`; elsewhere nothing is slowed down."""
 
     def __init__(self) -> None:
         self.bytes: int | None = None
 
     @contextmanager
-    def watching(self, held: int) -> Iterator[None]:
+    def watching(self, held: Callable[[], int]) -> Iterator[None]:
         """Watch; a host's allocator keeps no account, and so the profiler does.
 
         Args:
-            held: bytes of the tensors that are there already.
+            held: bytes of the tensors that are there before and stay.
         """
         if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
             yield
-            self._note(torch.cuda.max_memory_allocated())
+            libraries = torch.cuda.memory_allocated() - held()  # the workspaces of matrix products are no tensors
+            self.bytes = torch.cuda.max_memory_allocated() - libraries
             return
+        before = held()
         watched = torch.autograd.profiler.profile(use_kineto=False, profile_memory=True)
         with _quietly():
             watched.__enter__()
@@ -33,10 +36,7 @@ class Peak:
         finally:
             with _quietly():
                 watched.__exit__(None, None, None)
-        self._note(held + _highest(watched))
-
-    def _note(self, found: int) -> None:
-        self.bytes = max(found, self.bytes or 0)
+        self.bytes = before + _highest(watched)
 
 
 def _highest(watched: torch.autograd.profiler.profile) -> int:
