@@ -8,6 +8,7 @@ from torch import nn
 
 from reference import assert_exact
 from wholebatch import LossError, Mean
+from wholebatch.pretrain.torch_memory import Peak
 from wholebatch.torch import Accumulator, Window, backward, check, evaluate, plan, token_mean, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -329,3 +330,14 @@ def test_regrouping_waits_once_for_lengths_on_the_device_and_not_for_each_piece(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 2, [str(wait.message) for wait in waits]
+
+
+def test_the_peak_of_a_run_leaves_out_what_libraries_keep():
+    matrix = torch.ones(1024, 1024, device="cuda")
+    peak = Peak()
+    torch._C._cuda_clearCublasWorkspaces()
+    with peak.watching(lambda: matrix.nbytes):
+        torch.mm(matrix, matrix)
+    workspace = torch.cuda.memory_allocated() - matrix.nbytes
+    assert peak.bytes == 2 * matrix.nbytes
+    assert torch.cuda.max_memory_allocated() - peak.bytes == workspace > 0
