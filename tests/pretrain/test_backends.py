@@ -101,14 +101,21 @@ def test_the_unsplit_step_in_half_precision_is_scaled_too():
     assert np.abs(weights[0] - weights[2]).mean() > 5e-3
 
 
+def error_of_the_host():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
 MEMORY = [
     (torch_backend, torch.OutOfMemoryError("CUDA out of memory.")),
     (torch_backend, MemoryError()),
+    (torch_backend, error_of_the_host()),
     (jax_backend, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")),
 ]
 
 
-@pytest.mark.parametrize(("backend", "error"), MEMORY, ids=["torch", "host", "jax"])
+@pytest.mark.parametrize(("backend", "error"), MEMORY, ids=["torch", "Python", "host", "jax"])
 def test_memory_that_runs_out_is_known_from_other_errors(backend, error):
     made = backend.make(tiny_settings(), 257, Ranks.alone())
     assert made.ran_out(error)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import Mean
 from .._report import Report
 from ..torch import Accumulator, check, evaluate, plan, token_mean
+from ..torch._agree import is_out_of_memory
 from .backend import BETAS, DECAY, EPS, Planned, State, Stepped, planned
 from .ranks import Ranks
 from .sampling import DROPOUT, Rows, random_of
@@ -98,7 +99,7 @@ class TorchBackend:
             self._optimizer.zero_grad()
 
     def ran_out(self, error: Exception) -> bool:
-        return isinstance(error, torch.OutOfMemoryError | MemoryError)
+        return is_out_of_memory(error)
 
     def evaluate(self, rows: Rows) -> float:
         pieces = torch.from_numpy(rows).split(self.micro_batch_size)
